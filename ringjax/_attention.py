@@ -1,0 +1,159 @@
+"""The public function: validates, finds the mesh, makes the schedule, and maps the ring over the shards."""
+
+import functools
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float
+
+from ringjax._mesh import Placement, find_placement
+from ringjax._pattern import DilatedPattern, Offsets
+from ringjax._ring import Plan, ring_attention
+from ringjax._schedule import make_schedule
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def ring_dilated_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B T K H"],
+    value: Float[Array, "*B T K V"],
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    scale: float | None = None,
+    offsets: Offsets = "interleaved",
+    return_residual: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: str = "seq",
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+    """Computes exact dilated attention over a sequence that is sharded along a mesh axis, in O(T / p) memory.
+
+    Equal to :func:`dilated_attention_reference` in value and gradient, whatever the mesh: each device picks the rows
+    that its branches keep, and these travel around the ring of devices that share a segment (ring attention, arXiv
+    2310.01889; LongNet, arXiv 2307.02486, equations 9 to 11). Tokens stay in the caller's order.
+
+    The mesh is `mesh` if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds. If it has
+    no axis `axis_name`, or if there is none, each device computes all tokens. Inside the caller's own shard_map over
+    `axis_name` the arguments are the local shards, and their heads count as all heads. A length that the mesh does not
+    divide is padded inside; its output is not sharded along the sequence.
+
+    Args:
+      query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
+      key: [..., T, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
+      value: [..., T, K, V].
+      segment_lengths: the segment length of each branch, in tokens; any, dividing T or not.
+      dilation_rates: the dilation rate of each branch, at most its segment length.
+      is_causal: whether token t sees only tokens s <= t.
+      scale: what the logits are multiplied with, a number; ``1 / sqrt(H)`` by default.
+      offsets: ``"interleaved"`` or ``"blocked"``, see :class:`DilatedPattern`.
+      return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
+      mesh: the mesh to run on.
+      axis_name: the mesh axis that the sequence is sharded along.
+
+    Returns:
+      The output [..., T, N, V] in query's dtype, sharded like query; with `return_residual` also the lse [..., T, N] in
+      float32 (float64 where an argument is). A row that no branch covers is zero, with an lse of minus infinity and
+      zero gradient. Sums are accumulated in float32 at least.
+
+    Raises:
+      ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), a
+        `mesh` without `axis_name`, or a length that is sharded over another axis.
+      TypeError: for arguments of another dtype.
+      NotImplementedError: when differentiated twice.
+
+    Example:
+      >>> q = k = v = jnp.ones((1, 16, 4, 8))
+      >>> out = ring_dilated_attention(q, k, v, segment_lengths=(4, 16), dilation_rates=(1, 4), is_causal=True)
+      >>> out.shape
+      (1, 16, 4, 8)
+    """
+    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets)
+    _check_arrays(query, key, value)
+    query, key, value = (jnp.asarray(array) for array in (query, key, value))
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    elif not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale={scale!r} must be a number, known when the call is traced")
+    placement = find_placement(query, key, value, mesh, axis_name)
+    is_local = placement.axis_name is not None and placement.axis_name not in placement.mapped
+    length = query.shape[-3] * placement.num_shards if is_local else query.shape[-3]
+    plan = Plan(
+        pattern=pattern,
+        branches=make_schedule(pattern, length, placement.num_shards, key.shape[-2]),
+        num_kv_heads=key.shape[-2],
+        is_causal=bool(is_causal),
+        scale=float(scale),
+        axis_name=placement.axis_name,
+        head_axes=placement.heads,
+    )
+    out, lse = _attend(query, key, value, plan=plan, placement=placement)
+    return (out, lse) if return_residual else out
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "placement"))
+def _attend(query: Array, key: Array, value: Array, *, plan: Plan, placement: Placement) -> tuple[Array, Array]:
+    attend = functools.partial(_attend_shard, plan=plan)
+    if placement.mesh is None:
+        return attend(query, key, value)
+    length = query.shape[-3]
+    padding = -length % placement.num_shards if placement.axis_name in placement.mapped else 0
+    spec, kv_spec = placement.spec(placement.heads), placement.spec(placement.kv_heads)
+
+    def lay_out(array: Array, spec: jax.P) -> Array:
+        if padding:
+            array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + [(0, padding), (0, 0), (0, 0)])
+        return jax.sharding.reshard(array, spec) if placement.is_explicit else array
+
+    def cut(array: Array) -> Array:
+        if padding and placement.is_explicit:  # a sharded length cannot be cut to one that the mesh does not divide
+            array = jax.sharding.reshard(array, placement.spec(placement.heads, is_length_sharded=False))
+        return jax.lax.slice_in_dim(array, 0, length, axis=len(placement.batch)) if padding else array
+
+    mapped = jax.shard_map(
+        attend,
+        mesh=placement.mesh,
+        in_specs=(spec, kv_spec, kv_spec),
+        out_specs=(spec, spec),
+        axis_names=placement.mapped,
+    )
+    out, lse = mapped(lay_out(query, spec), lay_out(key, kv_spec), lay_out(value, kv_spec))
+    return cut(out), cut(lse)
+
+
+def _attend_shard(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+    *batch, length, num_heads, head_dim = query.shape
+    flat = lambda array: array.reshape(-1, *array.shape[-3:])  # [B, n, heads, width]
+    out, lse = ring_attention(flat(query), flat(key), flat(value), plan)
+    return out.reshape(*batch, length, num_heads, value.shape[-1]), lse.reshape(*batch, length, num_heads)
+
+
+def _check_arrays(query: Any, key: Any, value: Any) -> None:
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype") or jnp.dtype(array.dtype).name not in _DTYPES:
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise TypeError(f"{name} is of {kind}: pass an array of one of {', '.join(_DTYPES)}")
+        if array.ndim < 3:
+            raise ValueError(f"{name} has the shape {array.shape}: pass at least [length, heads, width]")
+        if 0 in array.shape[-3:]:
+            raise ValueError(f"{name} has the shape {array.shape}: length, heads and width must be at least 1")
+    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+    for name in ("key", "value"):
+        if arrays[name].shape[:-2] != query.shape[:-2]:
+            raise ValueError(f"{name} and query differ in batch or length: {shapes}; make these dimensions equal")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value differ in their heads: {shapes}; give both the same number")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key and query differ in their width: {shapes}; make their last dimensions equal")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"query has {query.shape[-2]} heads and key has {key.shape[-2]}: "
+            "the number of key/value heads must divide the number of query heads"
+        )

@@ -1,0 +1,139 @@
+"""Which mesh a call runs on, and how its arrays lie on it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+Axes = tuple[str, ...]
+
+
+class Placement(NamedTuple):
+    """How tokens and heads lie on a mesh, and which of its axes are still to be mapped over.
+
+    `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
+    that shard_map has to make manual, none where there is no mesh or where the caller's own shard_map did. The rest
+    says how the typed (Explicit) axes cut the arrays; what Auto axes do is the compiler's.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    axis_name: str | None = None
+    num_shards: int = 1
+    mapped: frozenset[str] = frozenset()
+    batch: tuple[Axes, ...] = ()
+    heads: Axes = ()
+    kv_heads: Axes = ()
+    is_explicit: bool = False
+
+    def spec(self, heads: Axes, *, is_length_sharded: bool = True) -> P:
+        """Returns the spec of an array [*batch, T, heads, ...]."""
+        length = self.axis_name if is_length_sharded and self.axis_name in self.mapped else None
+        return P(*(axes or None for axes in self.batch), length, heads or None)
+
+
+def find_placement(
+    query: Array, key: Array, value: Array, mesh: Mesh | AbstractMesh | None, axis_name: str
+) -> Placement:
+    """Returns the placement of a call's arrays.
+
+    The mesh is the argument if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds.
+
+    Raises:
+      ValueError: if the mesh argument lacks the sequence axis, or if a dimension is sharded over axes that it must not
+        be sharded over.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is not None and axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"mesh={mesh} has no axis axis_name={axis_name!r}: name one of {mesh.axis_names}, or leave mesh out"
+        )
+    if context.manual_axes:
+        mesh = context  # inside the caller's shard_map no other mesh is possible
+    elif mesh is None:
+        mesh = next(filter(None, map(_mesh_of, (query, key, value))), None) or _mesh_of_context(context)
+    if mesh is None:
+        return Placement()
+
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
+    has_axis = axis_name in types
+    mapped = explicit | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else explicit
+    batch, length, heads, query_width = _cut(query)
+    _, key_length, kv_heads, key_width = _cut(key)
+    _, value_length, value_heads, value_width = _cut(value)
+    _check_lengths({"query": length, "key": key_length, "value": value_length}, axis_name)
+    _check_widths({"query": query_width, "key": key_width, "value": value_width})
+    typed = lambda axes: tuple(axis for axis in axes if axis in explicit)
+    return Placement(
+        mesh=mesh if mapped else None,
+        axis_name=axis_name if has_axis else None,
+        num_shards=mesh.shape[axis_name] if has_axis else 1,
+        mapped=frozenset(mapped),
+        batch=tuple(map(typed, batch)),
+        **_split_heads(mesh, typed(heads), {"key": typed(kv_heads), "value": typed(value_heads)}, key.shape[-2]),
+        is_explicit=bool(explicit),
+    )
+
+
+def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:
+    # A traced array shows its mesh in its type alone; a concrete one has a mesh of devices.
+    if isinstance(array, jax.core.Tracer):
+        mesh = jax.typeof(array).sharding.mesh
+    else:
+        mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    return None if mesh is None or mesh.empty else mesh
+
+
+def _mesh_of_context(context: AbstractMesh) -> Mesh | AbstractMesh | None:
+    return None if context.empty else context
+
+
+def _cut(array: Array) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
+    """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
+    if isinstance(array, jax.core.Tracer):
+        spec = jax.typeof(array).sharding.spec
+    else:
+        spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
+    entries = [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
+    entries += [()] * (array.ndim - len(entries))
+    return tuple(entries[:-3]), *entries[-3:]
+
+
+def _check_lengths(lengths: dict[str, Axes], axis_name: str) -> None:
+    for name, axes in lengths.items():
+        if axes not in ((), (axis_name,)):
+            raise ValueError(
+                f"the length of {name} is sharded over {axes}, but axis_name={axis_name!r}: "
+                f"pass axis_name={axes[0]!r}, or shard the length over {axis_name!r} alone"
+            )
+
+
+def _check_widths(widths: dict[str, Axes]) -> None:
+    for name, axes in widths.items():
+        if axes:
+            raise ValueError(f"the last dimension of {name} is sharded over {axes}: shard its heads instead")
+
+
+def _split_heads(
+    mesh: Mesh | AbstractMesh, heads: Axes, kv_heads: dict[str, Axes], num_kv_heads: int
+) -> dict[str, Axes]:
+    # Key/value heads follow the query heads where the axes divide them. Fewer heads than devices stay whole, and each
+    # device picks the one that its query heads share.
+    shards = 1
+    for axis in heads:
+        shards *= mesh.shape[axis]
+    for name, axes in kv_heads.items():
+        if axes not in ((), heads):
+            raise ValueError(
+                f"the heads of {name} are sharded over {axes} and those of query over {heads}: "
+                "shard them over the same axes"
+            )
+    if num_kv_heads % shards and shards % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} key/value heads do not divide over the {shards} devices of {heads}, nor those over them: "
+            "use a number of key/value heads that divides them or is divided by them"
+        )
+    return {"heads": heads, "kv_heads": heads if num_kv_heads % shards == 0 else ()}

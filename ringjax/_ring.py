@@ -1,0 +1,207 @@
+"""The ring: one rotation, one scan for each direction, and the differentiation rule around them.
+
+The only module that names a mesh axis. Everything here sees one shard: B batch, n tokens of the shard, K key/value
+heads, G query heads of each, N = K * G, H and V the widths.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax import _block
+from ringjax._block import Keys, Queries
+from ringjax._pattern import DilatedPattern
+from ringjax._rows import Rows, make_mask
+from ringjax._schedule import BranchSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static in one call: the schedule of each branch, and where its shards and heads lie on the mesh."""
+
+    pattern: DilatedPattern
+    branches: tuple[BranchSchedule, ...]
+    num_kv_heads: int
+    is_causal: bool
+    scale: float
+    axis_name: str | None
+    head_axes: tuple[str, ...]
+
+    @property
+    def first_head(self) -> Any:
+        """The global number of this shard's first key/value head."""
+        if not self.head_axes:
+            return 0
+        return jax.lax.axis_index(self.head_axes) * self.num_kv_heads // jax.lax.axis_size(self.head_axes)
+
+    def rows(self, branch: BranchSchedule, num_heads: int) -> Rows:
+        """Returns the rows that this shard keeps; the offsets follow the heads' global numbers."""
+        shard = jnp.int32(0) if self.axis_name is None else jax.lax.axis_index(self.axis_name)
+        head = self.first_head + jnp.arange(num_heads, dtype=jnp.int32)
+        return Rows(branch, shard, self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads))
+
+    def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
+        """Moves every shard's arrays by `hops` shards along its ring."""
+        return jax.lax.ppermute(arrays, self.axis_name, branch.permutation(hops))
+
+
+def ring_attention(
+    query: Float[Array, "B n N H"], key: Float[Array, "B n K H"], value: Float[Array, "B n K V"], plan: Plan
+) -> tuple[Float[Array, "B n N V"], Float[Array, "B n N"]]:
+    """Computes the attention of one shard's queries on the keys of all shards: its output and lse."""
+    # The rule below must see one and the same set of mesh axes in all arguments: its cotangents have that set. Where an
+    # argument is the same along an axis, the cast's own transpose sums its gradient over it.
+    axes = set().union(*map(_varying_axes, (query, key, value)))
+    if plan.axis_name is not None:
+        axes.add(plan.axis_name)
+    query, key, value = (
+        jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying") for array in (query, key, value)
+    )
+    num_kv_heads = max(1, plan.num_kv_heads // jax.lax.axis_size(plan.head_axes))
+    if num_kv_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
+        key, value = (
+            jax.lax.dynamic_slice_in_dim(array, plan.first_head, num_kv_heads, axis=2) for array in (key, value)
+        )
+    query = query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[-1])  # [B, n, K, G, H]
+    out, lse = _ring_attention(query, key, value, plan)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1]), lse.reshape(*lse.shape[:2], -1)  # [B, n, N, V], [B, n, N]
+
+
+def _varying_axes(array: Array) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ring_attention(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+    results = (_branch_forward(query, key, value, plan, branch) for branch in plan.branches)
+    out, lse = functools.reduce(lambda merged, branch: _block.merge(*merged, *branch), results)
+    return out.astype(query.dtype), lse
+
+
+def _ring_attention_fwd(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Any, Any]:
+    out, lse = _ring_attention(query, key, value, plan)
+    return (out, lse), (query, key, value, out, lse)
+
+
+def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
+    return _ring_backward(*residuals, *cotangents, plan)
+
+
+_ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+
+
+def _branch_forward(query: Array, key: Array, value: Array, plan: Plan, branch: BranchSchedule) -> tuple[Array, Array]:
+    rows = plan.rows(branch, key.shape[2])
+    query, keys = rows.take(query), Keys(rows.take(key), rows.take(value))
+
+    def attend(step: Any, keys: Keys, partial: _block.Partial) -> _block.Partial:
+        mask = make_mask(rows, rows.after(step), plan.is_causal, branch.is_new(rows.shard, step))
+        return _block.forward(query, keys, mask, plan.scale, partial)
+
+    def rotate_and_attend(carry: Any, step: Array) -> tuple[Any, None]:
+        keys, partial = carry
+        arriving = plan.rotate(branch, keys)
+        return (arriving, attend(step, keys, partial)), None
+
+    carry = (keys, _block.start(query, keys.value))
+    if branch.ring_size > 1:
+        carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.int32))
+    out, lse = _block.finish(attend(branch.ring_size - 1, *carry))
+    return rows.put(out, 0), rows.put(lse[..., None], -jnp.inf)[..., 0]
+
+
+# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _ring_backward(
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+) -> tuple[Array, Array, Array]:
+    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between.
+    query, key, value, out_grad = jax.lax.optimization_barrier((query, key, value, out_grad))
+    dtype = lse.dtype
+    attends = lse > -jnp.inf
+    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=dtype) - lse_grad
+    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+    queries = Queries(query, out_grad, jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0))
+    grads = (_branch_backward(queries, Keys(key, value), plan, branch) for branch in plan.branches)
+    query_grad, keys_grad = functools.reduce(_add, grads)
+    return query_grad.astype(query.dtype), keys_grad.key.astype(key.dtype), keys_grad.value.astype(value.dtype)
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "ring_dilated_attention has no second derivative: differentiate dilated_attention_reference instead"
+    )
+
+
+_ring_backward.defvjp(_no_second_derivative, _no_second_derivative)
+
+
+def _branch_backward(queries: Queries, keys: Keys, plan: Plan, branch: BranchSchedule) -> tuple[Array, Keys]:
+    rows = plan.rows(branch, keys.key.shape[2])
+    queries = Queries(
+        rows.take(queries.query),
+        rows.take(queries.out_grad),
+        rows.take(queries.lse[..., None])[..., 0],
+        rows.take(queries.delta[..., None])[..., 0],
+    )
+    keys = Keys(*map(rows.take, keys))
+    mask = lambda query_rows, key_rows, step: make_mask(
+        query_rows, key_rows, plan.is_causal, branch.is_new(rows.shard, step)
+    )
+
+    def visit_keys(step: Any, queries: Queries) -> tuple[Array, Keys]:
+        return _block.backward(queries, keys, mask(rows.after(step), rows, step), plan.scale)
+
+    def visit_queries(step: Any, keys: Keys) -> tuple[Keys, Array]:
+        query_grad, keys_grad = _block.backward(queries, keys, mask(rows, rows.after(step), step), plan.scale)
+        return keys_grad, query_grad
+
+    dtype = queries.lse.dtype
+    if _travelling_bytes(queries, (queries.query,), dtype) < _travelling_bytes(keys, keys, dtype):
+        query_grad, keys_grad = _travel(visit_keys, queries, plan, branch)
+    else:
+        keys_grad, query_grad = _travel(visit_queries, keys, plan, branch)
+    return rows.put(query_grad, 0), Keys(*(rows.put(grad, 0) for grad in keys_grad))
+
+
+def _travelling_bytes(arrays: tuple[Array, ...], with_gradient: tuple[Array, ...], dtype: jnp.dtype) -> int:
+    return sum(array.size * array.dtype.itemsize for array in arrays) + sum(
+        array.size * dtype.itemsize for array in with_gradient
+    )
+
+
+def _travel(visit: Callable[[Any, Any], tuple[Any, Any]], own: Any, plan: Plan, branch: BranchSchedule) -> Any:
+    """Sends every shard's arrays around its ring, and returns the gradients of the travelling and the resident arrays.
+
+    `visit(step, arrays)` gives what one meeting adds to both. What a shard adds to the gradient of its own arrays stays
+    there: size - 1 permutes of the arrays and as many of their gradient. Each is issued before the computation of a step
+    and not needed until after it, so that the two can overlap.
+    """
+    size = branch.ring_size
+    own_grad, resident_grad = visit(0, own)
+    if size == 1:
+        return own_grad, resident_grad
+
+    def rotate_and_visit(carry: Any, step: Any) -> tuple[Any, None]:
+        arrays, grad, resident_grad = carry
+        arriving, grad = plan.rotate(branch, arrays), plan.rotate(branch, grad)
+        return (arriving, *_add((grad, resident_grad), visit(step, arrays))), None
+
+    arrays = plan.rotate(branch, own)
+    grad, addend = visit(1, arrays)
+    resident_grad = _add(resident_grad, addend)
+    if size > 2:
+        carry = (plan.rotate(branch, arrays), grad, resident_grad)
+        carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size - 1, dtype=jnp.int32))
+        arrays, grad, resident_grad = carry
+        grad, resident_grad = _add((plan.rotate(branch, grad), resident_grad), visit(size - 1, arrays))
+    return _add(own_grad, plan.rotate(branch, grad, hops=1 - size)), resident_grad
+
+
+def _add(some: Any, others: Any) -> Any:
+    return jax.tree.map(jnp.add, some, others)

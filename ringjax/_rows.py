@@ -1,0 +1,83 @@
+"""The rows of a branch: from a shard's tokens to the tiles of its schedule, and back.
+
+B batch, n tokens of the shard, K key/value heads; I tiles, C chunks of a tile, R rows (slots) of a block.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ringjax._block import NOWHERE, Mask
+from ringjax._schedule import BranchSchedule
+
+
+class Rows(NamedTuple):
+    """The rows that one shard keeps in one branch."""
+
+    branch: BranchSchedule
+    shard: Int[Array, ""]
+    offset: Int[Array, "K"]
+
+    def tokens(self) -> tuple[Int[Array, "I C K R"], Bool[Array, "I C K R"]]:
+        """Returns the global number of the token in each slot, and whether there is one."""
+        branch = self.branch
+        tile = jnp.arange(branch.num_tiles, dtype=jnp.int32)[:, None, None, None]
+        chunk = tile // branch.num_blocks * branch.chunks_per_tile
+        chunk = chunk + jnp.arange(branch.chunks_per_tile, dtype=jnp.int32)[:, None, None]  # [I, C, 1, 1]
+        slot = jnp.arange(branch.block_rows, dtype=jnp.int32) + tile % branch.num_blocks * branch.block_rows
+        return branch.slot_token(self.shard, chunk, slot, self.offset[:, None])
+
+    def after(self, step: Any) -> "Rows":
+        """Returns the rows that are at this shard after `step` rotations along its ring."""
+        return self._replace(shard=self.branch.source(self.shard, step))
+
+    def take(self, tokens: Array) -> Array:
+        """Takes the kept rows [I, B, C, K, ..., R, H] of the shard's tokens [B, n, K, ..., H]; slots without are junk."""
+        branch = self.branch
+        if branch.is_identity:
+            rows = tokens
+        else:
+            token, is_row = self.tokens()
+            index = jnp.where(is_row, token - self.shard * branch.shard_length, 0)  # [I, C, K, R]
+            rows = _take(tokens, jnp.moveaxis(index, 2, 3).reshape(-1, index.shape[2]))
+        tile = (branch.num_tiles, branch.chunks_per_tile, branch.block_rows)
+        rows = rows.reshape(rows.shape[0], *tile, *rows.shape[2:])  # [B, I, C, R, K, ..., H]
+        rows = jnp.moveaxis(rows, 0, 1)  # [I, B, C, R, K, ..., H]
+        return jnp.moveaxis(rows, 3, -2)  # [I, B, C, K, ..., R, H]
+
+    def put(self, rows: Array, fill: float) -> Array:
+        """Returns the shard's tokens [B, n, K, ..., H]: their kept rows [I, B, C, K, ..., R, H], elsewhere `fill`."""
+        branch = self.branch
+        rows = jnp.moveaxis(rows, -2, 3)  # [I, B, C, R, K, ..., H]
+        rows = jnp.moveaxis(rows, 1, 0)  # [B, I, C, R, K, ..., H]
+        rows = rows.reshape(rows.shape[0], -1, *rows.shape[4:])  # [B, I * C * R, K, ..., H]
+        if branch.is_identity:
+            return rows
+        token = self.shard * branch.shard_length + jnp.arange(branch.shard_length, dtype=jnp.int32)[:, None]
+        chunk, slot = branch.token_slot(self.shard, token, self.offset)  # [n, 1], [n, K]
+        index = chunk * (branch.num_blocks * branch.block_rows) + slot  # [n, K]
+        is_kept = branch.is_kept(token, self.offset)
+        rows = _take(rows, jnp.where(is_kept, index, 0))  # [B, n, K, ..., H]
+        return jnp.where(is_kept.reshape(*is_kept.shape, *[1] * (rows.ndim - 3)), rows, fill)
+
+
+def _take(array: Array, index: Int[Array, "M K"]) -> Array:
+    # One gather of whole vectors for each head: along a sharded head axis it stays local.
+    index = index.reshape(1, *index.shape, *[1] * (array.ndim - 3))
+    return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")  # [B, M, K, ...]
+
+
+def make_mask(query_rows: Rows, key_rows: Rows, is_causal: bool, is_new: Any) -> Mask:
+    """Returns which queries attend to which keys: those of their segment; nothing where the rows are not new."""
+    branch = query_rows.branch
+    token, is_row = query_rows.tokens()
+    first = token - token % branch.segment_length
+    last = token if is_causal else first + (branch.segment_length - 1)
+    position, is_key = key_rows.tokens()
+    return Mask(
+        first=jnp.where(is_row, first, NOWHERE),
+        last=jnp.where(is_row, last, -1),
+        position=jnp.where(is_key & is_new, position, NOWHERE),
+        groups=branch.num_tiles // branch.num_blocks,
+    )

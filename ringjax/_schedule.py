@@ -1,0 +1,158 @@
+"""The schedule: which rows each shard keeps, which shards form a ring, and how far the rows travel, in integers alone.
+
+Every function here uses arithmetic operators only, so that the same line serves Python integers, NumPy arrays (the
+tests) and traced JAX integers (the shard's own number inside shard_map).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from ringjax._pattern import DilatedPattern
+
+# Rows of queries, and of keys, that one tile of logits spans at most.
+MAX_BLOCK_ROWS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchSchedule:
+    """One branch of a pattern on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
+
+    The tokens of a shard are cut into chunks: its segments, where the segments lie inside shards, else the whole shard.
+    Each chunk holds `num_rows` slots for the rows that a head keeps; a slot without a row is masked. Chunks attend to
+    themselves and, in a ring, to the chunks of the other shards that share a segment with them.
+    """
+
+    segment_length: int
+    dilation_rate: int
+    length: int
+    shard_length: int
+    num_shards: int
+
+    # Rings: shards between two boundaries that are boundaries of segments as well share nothing with the others.
+
+    @property
+    def ring_size(self) -> int:
+        """The number of consecutive shards that form a ring, g; the last ring may be shorter."""
+        return min(self.num_shards, math.lcm(self.segment_length, self.shard_length) // self.shard_length)
+
+    def ring(self, shard: Any) -> tuple[Any, Any]:
+        """Returns the first shard and the number of shards of the ring that a shard belongs to."""
+        rest = self.num_shards % self.ring_size
+        in_short_ring = shard // (self.num_shards - rest) if rest else 0
+        return shard - shard % self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
+
+    def source(self, shard: Any, step: Any) -> Any:
+        """Returns the shard whose rows are at `shard` after `step` rotations."""
+        first, size = self.ring(shard)
+        return first + (shard - first - step) % size
+
+    def is_new(self, shard: Any, step: Any) -> Any:
+        """Returns whether the rows that are at `shard` after `step` rotations are there for the first time."""
+        return step < self.ring(shard)[1]
+
+    def permutation(self, hops: int) -> tuple[tuple[int, int], ...]:
+        """Returns the (source, destination) pairs that move every shard's rows by `hops` shards along its ring."""
+        return tuple((self.source(shard, hops), shard) for shard in range(self.num_shards))
+
+    # Rows: the kept tokens of an offset are numbered through the whole sequence. The rank of a token counts the kept
+    # tokens before it, which makes both directions arithmetic, whatever the geometry.
+
+    def rank(self, token: Any, offset: Any) -> Any:
+        """Returns the number of tokens before `token` that a head of this offset keeps."""
+        return (token // self.segment_length) * self._kept(self.segment_length, offset) + self._kept(
+            token % self.segment_length, offset
+        )
+
+    def token(self, rank: Any, offset: Any) -> Any:
+        """Returns the kept token of the given rank."""
+        kept = self._kept(self.segment_length, offset)
+        return (rank // kept) * self.segment_length + offset + (rank % kept) * self.dilation_rate
+
+    def is_kept(self, token: Any, offset: Any) -> Any:
+        """Returns whether a head of this offset keeps the token."""
+        return ((token % self.segment_length) % self.dilation_rate == offset) & (token < self.length)
+
+    def _kept(self, tokens: Any, offset: Any) -> Any:
+        return (tokens + self.dilation_rate - 1 - offset) // self.dilation_rate
+
+    # Chunks and slots.
+
+    @property
+    def chunk_length(self) -> int:
+        """The number of tokens of a chunk."""
+        return min(self.segment_length, self.shard_length) if self.ring_size == 1 else self.shard_length
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of a shard."""
+        return -(-self.shard_length // self.chunk_length)
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """The number of slots of a chunk: the most rows that any head keeps of any chunk."""
+        chunks = range(math.lcm(self.segment_length, self.chunk_length) // self.chunk_length)
+        chunks = chunks[: self.num_shards * self.num_chunks]
+        starts = [chunk * self.chunk_length for chunk in chunks]
+        # An offset beyond the chunk keeps one row at most, as offset 0 does of the first chunk.
+        return max(
+            self.rank(start + self.chunk_length, offset) - self.rank(start, offset)
+            for start in starts
+            for offset in range(min(self.dilation_rate, self.chunk_length + 1))
+        )
+
+    def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the token in a slot of a shard's chunk, and whether there is one."""
+        start = (shard * self.num_chunks + chunk) * self.chunk_length
+        token = self.token(self.rank(start, offset) + slot, offset)
+        return token, (token < start + self.chunk_length) & (token < self.length)
+
+    def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the chunk and the slot of a kept token of the shard."""
+        chunk = (token - shard * self.shard_length) // self.chunk_length
+        start = (shard * self.num_chunks + chunk) * self.chunk_length
+        return chunk, self.rank(token, offset) - self.rank(start, offset)
+
+    # Tiles: a chunk's slots are computed in blocks; short chunks share a tile.
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of a chunk."""
+        return -(-self.num_rows // MAX_BLOCK_ROWS)
+
+    @property
+    def block_rows(self) -> int:
+        """The number of slots of a block."""
+        return -(-self.num_rows // self.num_blocks)
+
+    @functools.cached_property
+    def chunks_per_tile(self) -> int:
+        """The number of chunks that one tile computes side by side: a divisor of the number of chunks."""
+        most = max(1, MAX_BLOCK_ROWS // self.block_rows)
+        return max(count for count in range(1, min(most, self.num_chunks) + 1) if self.num_chunks % count == 0)
+
+    @property
+    def num_tiles(self) -> int:
+        """The number of tiles of a shard."""
+        return self.num_chunks // self.chunks_per_tile * self.num_blocks
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the slots of a shard are its tokens, one for one."""
+        return self.dilation_rate == 1 and self.num_tiles * self.chunks_per_tile * self.block_rows == self.shard_length
+
+
+@functools.lru_cache(maxsize=1024)
+def make_schedule(
+    pattern: DilatedPattern, length: int, num_shards: int, num_kv_heads: int
+) -> tuple[BranchSchedule, ...]:
+    """Returns the schedule of each branch for `length` tokens, padded to equal shards, and `num_kv_heads` heads."""
+    shard_length = -(-length // num_shards)
+    branches = []
+    for segment_length, rate in pattern.branches:
+        # Beyond the sequence and the heads, larger numbers change nothing; clipping keeps them within 32 bits.
+        rate = min(rate, max(length, num_kv_heads))
+        segment_length = min(segment_length, max(num_shards * shard_length, rate))
+        branches.append(BranchSchedule(segment_length, rate, length, shard_length, num_shards))
+    return tuple(branches)
