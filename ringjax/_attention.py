@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
-from ringjax._mesh import Placement, find_placement
+from ringjax._mesh import find_placement
 from ringjax._pattern import DilatedPattern, Offsets
 from ringjax._ring import Plan, ring_attention
 from ringjax._schedule import make_schedule
@@ -82,56 +82,23 @@ def ring_dilated_attention(
     elif not isinstance(scale, numbers.Real):
         raise TypeError(f"scale={scale!r} must be a number, known when the call is traced")
     placement = find_placement(query, key, value, mesh, axis_name)
-    is_local = placement.axis_name is not None and placement.axis_name not in placement.mapped
-    length = query.shape[-3] * placement.num_shards if is_local else query.shape[-3]
     plan = Plan(
         pattern=pattern,
-        branches=make_schedule(pattern, length, placement.num_shards, key.shape[-2]),
+        branches=make_schedule(pattern, placement.length(query), placement.num_shards, key.shape[-2]),
         num_kv_heads=key.shape[-2],
         is_causal=bool(is_causal),
         scale=float(scale),
-        axis_name=placement.axis_name,
-        head_axes=placement.heads,
+        placement=placement,
     )
-    out, lse = _attend(query, key, value, plan=plan, placement=placement)
+    out, lse = _attend(query, key, value, plan)
     return (out, lse) if return_residual else out
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "placement"))
-def _attend(query: Array, key: Array, value: Array, *, plan: Plan, placement: Placement) -> tuple[Array, Array]:
-    attend = functools.partial(_attend_shard, plan=plan)
-    if placement.mesh is None:
-        return attend(query, key, value)
-    length = query.shape[-3]
-    padding = -length % placement.num_shards if placement.axis_name in placement.mapped else 0
-    spec, kv_spec = placement.spec(placement.heads), placement.spec(placement.kv_heads)
-
-    def lay_out(array: Array, spec: jax.P) -> Array:
-        if padding:
-            array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + [(0, padding), (0, 0), (0, 0)])
-        return jax.sharding.reshard(array, spec) if placement.is_explicit else array
-
-    def cut(array: Array) -> Array:
-        if padding and placement.is_explicit:  # a sharded length cannot be cut to one that the mesh does not divide
-            array = jax.sharding.reshard(array, placement.spec(placement.heads, is_length_sharded=False))
-        return jax.lax.slice_in_dim(array, 0, length, axis=len(placement.batch)) if padding else array
-
-    mapped = jax.shard_map(
-        attend,
-        mesh=placement.mesh,
-        in_specs=(spec, kv_spec, kv_spec),
-        out_specs=(spec, spec),
-        axis_names=placement.mapped,
-    )
-    out, lse = mapped(lay_out(query, spec), lay_out(key, kv_spec), lay_out(value, kv_spec))
-    return cut(out), cut(lse)
-
-
-def _attend_shard(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
-    *batch, length, num_heads, head_dim = query.shape
-    flat = lambda array: array.reshape(-1, *array.shape[-3:])  # [B, n, heads, width]
-    out, lse = ring_attention(flat(query), flat(key), flat(value), plan)
-    return out.reshape(*batch, length, num_heads, value.shape[-1]), lse.reshape(*batch, length, num_heads)
+@functools.partial(jax.jit, static_argnames="plan")
+def _attend(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+    lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
+    out, lse = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), plan)
+    return take_back(out, query.shape[-3], axis=query.ndim - 3), take_back(lse, query.shape[-3], axis=query.ndim - 3)
 
 
 def _check_arrays(query: Any, key: Any, value: Any) -> None:

@@ -1,9 +1,10 @@
 """Which mesh a call runs on, and how its arrays lie on it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -28,10 +29,48 @@ class Placement(NamedTuple):
     kv_heads: Axes = ()
     is_explicit: bool = False
 
-    def spec(self, heads: Axes, *, is_length_sharded: bool = True) -> P:
-        """Returns the spec of an array [*batch, T, heads, ...]."""
+    def length(self, array: Array) -> int:
+        """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
+        is_shard = self.axis_name is not None and self.axis_name not in self.mapped
+        return array.shape[-3] * (self.num_shards if is_shard else 1)
+
+    def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
+        """Returns the function of shards as one of whole arrays: "q" is laid out as queries are, "k" as keys."""
+        if not self.mapped:
+            return function
+        # All axes are named by naming none: then a vmap along one of them can take it out.
+        axis_names = frozenset() if self.mapped == set(self.mesh.axis_names) else self.mapped
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(map(self._spec, inputs)),
+            out_specs=tuple(map(self._spec, outputs)),
+            axis_names=axis_names,
+        )
+
+    def lay_out(self, array: Array, kind: str) -> Array:
+        """Pads an array's length to equal shards, and gives it the sharding that `map` takes."""
+        padding = -array.shape[-3] % self.num_shards if self.axis_name in self.mapped else 0
+        if padding:
+            array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + [(0, padding), (0, 0), (0, 0)])
+        return self._reshard(array, self._spec(kind)) if self.is_explicit else array
+
+    def take_back(self, array: Array, length: int, axis: int) -> Array:
+        """Cuts the padding off a result that is laid out as queries are."""
+        if array.shape[axis] == length:
+            return array
+        if self.is_explicit:  # a sharded length cannot be cut to one that the mesh does not divide
+            array = self._reshard(array, self._spec("q", is_length_sharded=False))
+        return jax.lax.slice_in_dim(array, 0, length, axis=axis)
+
+    def _spec(self, kind: str, is_length_sharded: bool = True) -> P:
         length = self.axis_name if is_length_sharded and self.axis_name in self.mapped else None
+        heads = self.heads if kind == "q" else self.kv_heads
         return P(*(axes or None for axes in self.batch), length, heads or None)
+
+    def _reshard(self, array: Array, spec: P) -> Array:
+        assert self.mesh is not None
+        return jax.sharding.reshard(array, NamedSharding(self.mesh, spec))
 
 
 def find_placement(

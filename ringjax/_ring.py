@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from ringjax import _block
 from ringjax._block import Keys, Queries
+from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
 from ringjax._rows import Rows, make_mask
 from ringjax._schedule import BranchSchedule
@@ -22,81 +23,137 @@ from ringjax._schedule import BranchSchedule
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is static in one call: the schedule of each branch, and where its shards and heads lie on the mesh."""
+    """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh."""
 
     pattern: DilatedPattern
     branches: tuple[BranchSchedule, ...]
     num_kv_heads: int
     is_causal: bool
     scale: float
-    axis_name: str | None
-    head_axes: tuple[str, ...]
+    placement: Placement
 
     @property
     def first_head(self) -> Any:
         """The global number of this shard's first key/value head."""
-        if not self.head_axes:
-            return 0
-        return jax.lax.axis_index(self.head_axes) * self.num_kv_heads // jax.lax.axis_size(self.head_axes)
+        axes = self.placement.heads
+        return jax.lax.axis_index(axes) * self.num_kv_heads // jax.lax.axis_size(axes) if axes else 0
 
-    def rows(self, branch: BranchSchedule, num_heads: int) -> Rows:
+    @property
+    def local_heads(self) -> int:
+        """The number of key/value heads that this shard's queries use."""
+        return max(1, self.num_kv_heads // jax.lax.axis_size(self.placement.heads))
+
+    def rows(self, branch: BranchSchedule) -> Rows:
         """Returns the rows that this shard keeps; the offsets follow the heads' global numbers."""
-        shard = jnp.int32(0) if self.axis_name is None else jax.lax.axis_index(self.axis_name)
-        head = self.first_head + jnp.arange(num_heads, dtype=jnp.int32)
+        axis_name = self.placement.axis_name
+        shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
+        head = self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)
         return Rows(branch, shard, self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads))
 
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
-        return jax.lax.ppermute(arrays, self.axis_name, branch.permutation(hops))
+        return jax.lax.ppermute(arrays, self.placement.axis_name, branch.permutation(hops))
 
 
+# The rule stands outside shard_map: its residuals are the arguments and the results, sharded as the caller has them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ring_attention(
-    query: Float[Array, "B n N H"], key: Float[Array, "B n K H"], value: Float[Array, "B n K V"], plan: Plan
-) -> tuple[Float[Array, "B n N V"], Float[Array, "B n N"]]:
-    """Computes the attention of one shard's queries on the keys of all shards: its output and lse."""
-    # The rule below must see one and the same set of mesh axes in all arguments: its cotangents have that set. Where an
-    # argument is the same along an axis, the cast's own transpose sums its gradient over it.
-    axes = set().union(*map(_varying_axes, (query, key, value)))
-    if plan.axis_name is not None:
-        axes.add(plan.axis_name)
-    query, key, value = (
-        jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying") for array in (query, key, value)
+    query: Float[Array, "*B T N H"], key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], plan: Plan
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+    """Computes the output and the lse of attention over all shards, as the plan says."""
+    shard = functools.partial(_shard_forward, plan=plan)
+    return plan.placement.map(shard, inputs="qkk", outputs="qq")(query, key, value)
+
+
+def _ring_attention_fwd(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Any, Any]:
+    out, lse = ring_attention(query, key, value, plan)
+    return (out, lse), (query, key, value, out, lse)
+
+
+def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
+    return _backward(*residuals, *cotangents, plan)
+
+
+ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+
+
+# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _backward(
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+) -> tuple[Array, Array, Array]:
+    shard = functools.partial(_shard_backward, plan=plan)
+    mapped = plan.placement.map(shard, inputs="qkkqqqq", outputs="qkk")
+    return mapped(query, key, value, out, lse, out_grad, lse_grad)
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "ring_dilated_attention has no second derivative: differentiate dilated_attention_reference instead"
     )
-    num_kv_heads = max(1, plan.num_kv_heads // jax.lax.axis_size(plan.head_axes))
-    if num_kv_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
-        key, value = (
-            jax.lax.dynamic_slice_in_dim(array, plan.first_head, num_kv_heads, axis=2) for array in (key, value)
+
+
+_backward.defvjp(_no_second_derivative, _no_second_derivative)
+
+
+def _group(
+    query: Float[Array, "*B n N H"], key: Float[Array, "*B n K H"], value: Float[Array, "*B n K V"], plan: Plan
+) -> tuple[Float[Array, "B n K G H"], Float[Array, "B n K H"], Float[Array, "B n K V"]]:
+    """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
+    axes = frozenset().union(*map(_varying_axes, (query, key, value)))
+    if plan.placement.axis_name is not None:
+        axes |= {plan.placement.axis_name}
+    arrays = []
+    for array in (query, key, value):
+        array = jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying")
+        arrays.append(array.reshape(-1, *array.shape[-3:]))  # [B, n, heads, width]
+    query, key, value = arrays
+    if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
+        pick = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
         )
-    query = query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[-1])  # [B, n, K, G, H]
-    out, lse = _ring_attention(query, key, value, plan)
-    return out.reshape(*out.shape[:2], -1, out.shape[-1]), lse.reshape(*lse.shape[:2], -1)  # [B, n, N, V], [B, n, N]
+        key, value = pick(key), pick(value)
+    return _group_heads(query, plan), key, value
+
+
+def _group_heads(array: Float[Array, "*B n N H"], plan: Plan) -> Float[Array, "B n K G H"]:
+    length, heads, width = array.shape[-3:]
+    return array.reshape(-1, length, plan.local_heads, heads // plan.local_heads, width)
 
 
 def _varying_axes(array: Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _ring_attention(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
-    results = (_branch_forward(query, key, value, plan, branch) for branch in plan.branches)
+def _shard_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+    grouped = _group(query, key, value, plan)
+    results = (_branch_forward(*grouped, plan, branch) for branch in plan.branches)
     out, lse = functools.reduce(lambda merged, branch: _block.merge(*merged, *branch), results)
-    return out.astype(query.dtype), lse
+    return out.astype(query.dtype).reshape(*query.shape[:-1], -1), lse.reshape(query.shape[:-1])
 
 
-def _ring_attention_fwd(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Any, Any]:
-    out, lse = _ring_attention(query, key, value, plan)
-    return (out, lse), (query, key, value, out, lse)
-
-
-def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
-    return _ring_backward(*residuals, *cotangents, plan)
-
-
-_ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+def _shard_backward(
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+) -> tuple[Array, Array, Array]:
+    # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
+    (grouped, *keys), ungroup = jax.vjp(functools.partial(_group, plan=plan), query, key, value)
+    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between.
+    grouped, keys, out_grad = jax.lax.optimization_barrier((grouped, keys, out_grad))
+    dtype = lse.dtype
+    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=dtype) - lse_grad
+    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+    attends = lse > -jnp.inf
+    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
+    row = lambda array: _group_heads(array[..., None], plan)[..., 0]
+    queries = Queries(grouped, _group_heads(out_grad, plan), row(lse), row(delta))
+    grads = (_branch_backward(queries, Keys(*keys), plan, branch) for branch in plan.branches)
+    query_grad, keys_grad = functools.reduce(_add, grads)
+    grads = zip((query_grad, *keys_grad), (grouped, *keys), strict=True)
+    return ungroup(tuple(grad.astype(array.dtype) for grad, array in grads))
 
 
 def _branch_forward(query: Array, key: Array, value: Array, plan: Plan, branch: BranchSchedule) -> tuple[Array, Array]:
-    rows = plan.rows(branch, key.shape[2])
+    rows = plan.rows(branch)
     query, keys = rows.take(query), Keys(rows.take(key), rows.take(value))
 
     def attend(step: Any, keys: Keys, partial: _block.Partial) -> _block.Partial:
@@ -115,34 +172,8 @@ def _branch_forward(query: Array, key: Array, value: Array, plan: Plan, branch: 
     return rows.put(out, 0), rows.put(lse[..., None], -jnp.inf)[..., 0]
 
 
-# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _ring_backward(
-    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
-) -> tuple[Array, Array, Array]:
-    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between.
-    query, key, value, out_grad = jax.lax.optimization_barrier((query, key, value, out_grad))
-    dtype = lse.dtype
-    attends = lse > -jnp.inf
-    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=dtype) - lse_grad
-    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
-    queries = Queries(query, out_grad, jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0))
-    grads = (_branch_backward(queries, Keys(key, value), plan, branch) for branch in plan.branches)
-    query_grad, keys_grad = functools.reduce(_add, grads)
-    return query_grad.astype(query.dtype), keys_grad.key.astype(key.dtype), keys_grad.value.astype(value.dtype)
-
-
-def _no_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError(
-        "ring_dilated_attention has no second derivative: differentiate dilated_attention_reference instead"
-    )
-
-
-_ring_backward.defvjp(_no_second_derivative, _no_second_derivative)
-
-
 def _branch_backward(queries: Queries, keys: Keys, plan: Plan, branch: BranchSchedule) -> tuple[Array, Keys]:
-    rows = plan.rows(branch, keys.key.shape[2])
+    rows = plan.rows(branch)
     queries = Queries(
         rows.take(queries.query),
         rows.take(queries.out_grad),
