@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 Axes = tuple[str, ...]
 
@@ -176,3 +176,21 @@ def _split_heads(
             "use a number of key/value heads that divides them or is divided by them"
         )
     return {"heads": heads, "kv_heads": heads if num_kv_heads % shards == 0 else ()}
+
+
+def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: str) -> Int[Array, "T"]:
+    """Returns the global position of each token of an array [*batch, T, heads, width], sharded as the tokens are."""
+    placement = find_placement(array, array, array, mesh, axis_name)
+    length = array.shape[-3]
+    positions = jnp.arange(length, dtype=jnp.int32)
+    if placement.axis_name is None:
+        return positions
+    if placement.axis_name not in placement.mapped:  # inside the caller's shard_map: the positions of one shard
+        return positions + jax.lax.axis_index(placement.axis_name) * length
+    if length % placement.num_shards:
+        return positions
+    typed = jax.typeof(array).sharding
+    if AxisType.Explicit in typed.mesh.axis_types:
+        sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
+        return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
+    return jax.lax.with_sharding_constraint(positions, NamedSharding(placement.mesh, P(placement.axis_name)))
