@@ -97,8 +97,9 @@ def ring_dilated_attention(
 @functools.partial(jax.jit, static_argnames="plan")
 def _attend(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
-    out, lse = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), plan)
-    return take_back(out, query.shape[-3], axis=query.ndim - 3), take_back(lse, query.shape[-3], axis=query.ndim - 3)
+    results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), plan)
+    out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
+    return out, lse
 
 
 def _check_arrays(query: Any, key: Any, value: Any) -> None:

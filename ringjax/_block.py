@@ -5,6 +5,7 @@ for each key. Letters: I tiles of queries, J tiles of keys, B batch, C chunks th
 G query heads of one key/value head, R rows of a tile, H width of queries and keys, V width of values.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -141,7 +142,7 @@ def merge(
 #     dq_t = scale sum_s dS_ts k_s,   dk_s = scale sum_t dS_ts q_t
 #
 # because sum_u P_tu dP_tu = g_t . sum_u P_tu v_u = g_t . out_t. Each term needs one pair (t, s) and the row's own L and
-# delta: the sums may be cut over branches, tiles and devices in any way, and a pair that two branches hold counts twice.
+# delta: the sums may be cut over branches, tiles and devices in any way, and a pair of two branches counts twice.
 
 
 def backward(queries: Queries, keys: Keys, mask: Mask, scale: float) -> tuple[Array, Keys]:
@@ -189,7 +190,9 @@ def _tile_gradients(queries: Queries, logits: Array, keys: Keys, scale: float) -
 def _visits(mask: Mask) -> _Visits:
     # Bounds of each tile and chunk, over heads and rows: a tile is left out where no interval reaches a position of it,
     # and is whole where every interval holds all of its positions.
-    bounds = lambda array, reduce: reduce(array, axis=(2, 3)).reshape(mask.groups, -1, array.shape[1])  # [groups, tiles, C]
+    def bounds(array: Array, reduce: Callable[..., Array]) -> Array:
+        return reduce(array, axis=(2, 3)).reshape(mask.groups, -1, array.shape[1])  # [groups, tiles, C]
+
     first, last = bounds(mask.first, jnp.min), bounds(mask.last, jnp.max)
     nearest = bounds(mask.position, jnp.min)
     farthest = bounds(jnp.where(mask.position == NOWHERE, -1, mask.position), jnp.max)

@@ -1,7 +1,7 @@
 """What the Flax modules share: between the projections, and around them on a mesh."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -29,7 +29,8 @@ def attend(
             rotary_embedding, positions=token_positions(query, mesh, axis_name), theta=rope_theta
         )
         query, key = rotate(query), rotate(key)
-    return ring_dilated_attention(query, key, value, mesh=mesh, axis_name=axis_name, **pattern)
+    out = ring_dilated_attention(query, key, value, mesh=mesh, axis_name=axis_name, **pattern)
+    return cast(Array, out)
 
 
 def head_dim(num_heads: int, num_kv_heads: int, qkv_features: int, rope_theta: float | None) -> int:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
@@ -36,7 +37,7 @@ class Placement(NamedTuple):
 
     def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
         """Returns the function of shards as one of whole arrays: "q" is laid out as queries are, "k" as keys."""
-        if not self.mapped:
+        if self.mesh is None:
             return function
         # All axes are named by naming none: then a vmap along one of them can take it out.
         axis_names = frozenset() if self.mapped == set(self.mesh.axis_names) else self.mapped
@@ -119,7 +120,7 @@ def find_placement(
 
 def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:
     # A traced array shows its mesh in its type alone; a concrete one has a mesh of devices.
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         mesh = jax.typeof(array).sharding.mesh
     else:
         mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
@@ -132,13 +133,14 @@ def _mesh_of_context(context: AbstractMesh) -> Mesh | AbstractMesh | None:
 
 def _cut(array: Array) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
     """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         spec = jax.typeof(array).sharding.spec
     else:
         spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
     entries = [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
     entries += [()] * (array.ndim - len(entries))
-    return tuple(entries[:-3]), *entries[-3:]
+    *batch, length, heads, width = entries
+    return tuple(batch), length, heads, width
 
 
 def _check_lengths(lengths: dict[str, Axes], axis_name: str) -> None:
@@ -187,7 +189,7 @@ def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: s
         return positions
     if placement.axis_name not in placement.mapped:  # inside the caller's shard_map: the positions of one shard
         return positions + jax.lax.axis_index(placement.axis_name) * length
-    if length % placement.num_shards:
+    if placement.mesh is None or length % placement.num_shards:
         return positions
     typed = jax.typeof(array).sharding
     if AxisType.Explicit in typed.mesh.axis_types:

@@ -40,8 +40,8 @@ def dilated_attention_reference(
       return_residual: whether to return the log-sum-exp of each row too.
 
     Returns:
-      The output [..., T, N, V] in query's dtype; with ``return_residual`` also the lse [..., T, N], in float32 at least.
-      A row that no branch covers is zero, with an lse of minus infinity and zero gradient.
+      The output [..., T, N, V] in query's dtype; with ``return_residual`` also the lse [..., T, N], in float32 at
+      least. A row that no branch covers is zero, with an lse of minus infinity and zero gradient.
 
     Raises:
       ValueError: for a wrong pattern, see :class:`DilatedPattern`.

@@ -66,8 +66,8 @@ def ring_attention(
 
 
 def _ring_attention_fwd(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Any, Any]:
-    out, lse = ring_attention(query, key, value, plan)
-    return (out, lse), (query, key, value, out, lse)
+    results: Any = ring_attention(query, key, value, plan)
+    return results, (query, key, value, *results)
 
 
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
@@ -103,11 +103,8 @@ def _group(
     axes = frozenset().union(*map(_varying_axes, (query, key, value)))
     if plan.placement.axis_name is not None:
         axes |= {plan.placement.axis_name}
-    arrays = []
-    for array in (query, key, value):
-        array = jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying")
-        arrays.append(array.reshape(-1, *array.shape[-3:]))  # [B, n, heads, width]
-    query, key, value = arrays
+    cast = lambda array: jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying")
+    query, key, value = (cast(array).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
     if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
         pick = functools.partial(
             jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
@@ -165,7 +162,7 @@ def _branch_forward(query: Array, key: Array, value: Array, plan: Plan, branch: 
         arriving = plan.rotate(branch, keys)
         return (arriving, attend(step, keys, partial)), None
 
-    carry = (keys, _block.start(query, keys.value))
+    carry: Any = (keys, _block.start(query, keys.value))
     if branch.ring_size > 1:
         carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.int32))
     out, lse = _block.finish(attend(branch.ring_size - 1, *carry))
@@ -210,8 +207,8 @@ def _travel(visit: Callable[[Any, Any], tuple[Any, Any]], own: Any, plan: Plan, 
     """Sends every shard's arrays around its ring, and returns the gradients of the travelling and the resident arrays.
 
     `visit(step, arrays)` gives what one meeting adds to both. What a shard adds to the gradient of its own arrays stays
-    there: size - 1 permutes of the arrays and as many of their gradient. Each is issued before the computation of a step
-    and not needed until after it, so that the two can overlap.
+    there: size - 1 permutes of the arrays and as many of their gradient. Each is issued before the computation of a
+    step and not needed until after it, so that the two can overlap.
     """
     size = branch.ring_size
     own_grad, resident_grad = visit(0, own)

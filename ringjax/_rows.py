@@ -6,7 +6,8 @@ B batch, n tokens of the shard, K key/value heads; I tiles, C chunks of a tile, 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from einops import rearrange
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ringjax._block import NOWHERE, Mask
 from ringjax._schedule import BranchSchedule
@@ -32,40 +33,34 @@ class Rows(NamedTuple):
         """Returns the rows that are at this shard after `step` rotations along its ring."""
         return self._replace(shard=self.branch.source(self.shard, step))
 
-    def take(self, tokens: Array) -> Array:
-        """Takes the kept rows [I, B, C, K, ..., R, H] of the shard's tokens [B, n, K, ..., H]; slots without are junk."""
+    def take(self, tokens: Shaped[Array, "B n K *rest"]) -> Shaped[Array, "I B C K *rest_of_rows"]:
+        """Takes the kept rows [I, B, C, K, ..., R, H] of the shard's tokens [B, n, K, ..., H]; empty slots are junk."""
         branch = self.branch
-        if branch.is_identity:
-            rows = tokens
-        else:
+        if not branch.is_identity:
             token, is_row = self.tokens()
             index = jnp.where(is_row, token - self.shard * branch.shard_length, 0)  # [I, C, K, R]
-            rows = _take(tokens, jnp.moveaxis(index, 2, 3).reshape(-1, index.shape[2]))
-        tile = (branch.num_tiles, branch.chunks_per_tile, branch.block_rows)
-        rows = rows.reshape(rows.shape[0], *tile, *rows.shape[2:])  # [B, I, C, R, K, ..., H]
-        rows = jnp.moveaxis(rows, 0, 1)  # [I, B, C, R, K, ..., H]
-        return jnp.moveaxis(rows, 3, -2)  # [I, B, C, K, ..., R, H]
+            tokens = _take(tokens, rearrange(index, "I C K R -> (I C R) K"))  # [B, I * C * R, K, ..., H]
+        return rearrange(tokens, "B (I C R) K ... H -> I B C K ... R H", C=branch.chunks_per_tile, R=branch.block_rows)
 
-    def put(self, rows: Array, fill: float) -> Array:
+    def put(self, rows: Shaped[Array, "I B C K *rest_of_rows"], fill: float) -> Shaped[Array, "B n K *rest"]:
         """Returns the shard's tokens [B, n, K, ..., H]: their kept rows [I, B, C, K, ..., R, H], elsewhere `fill`."""
         branch = self.branch
-        rows = jnp.moveaxis(rows, -2, 3)  # [I, B, C, R, K, ..., H]
-        rows = jnp.moveaxis(rows, 1, 0)  # [B, I, C, R, K, ..., H]
-        rows = rows.reshape(rows.shape[0], -1, *rows.shape[4:])  # [B, I * C * R, K, ..., H]
+        rows = rearrange(rows, "I B C K ... R H -> B (I C R) K ... H")
         if branch.is_identity:
             return rows
         token = self.shard * branch.shard_length + jnp.arange(branch.shard_length, dtype=jnp.int32)[:, None]
         chunk, slot = branch.token_slot(self.shard, token, self.offset)  # [n, 1], [n, K]
-        index = chunk * (branch.num_blocks * branch.block_rows) + slot  # [n, K]
-        is_kept = branch.is_kept(token, self.offset)
-        rows = _take(rows, jnp.where(is_kept, index, 0))  # [B, n, K, ..., H]
-        return jnp.where(is_kept.reshape(*is_kept.shape, *[1] * (rows.ndim - 3)), rows, fill)
+        is_kept = branch.is_kept(token, self.offset)  # [n, K]
+        # Chunks stand side by side only where each is one block, so slots follow one another chunk by chunk.
+        index = jnp.where(is_kept, chunk * (branch.num_blocks * branch.block_rows) + slot, 0)
+        is_kept = is_kept.reshape(*is_kept.shape, *[1] * (rows.ndim - 3))
+        return jnp.where(is_kept, _take(rows, index), fill)
 
 
-def _take(array: Array, index: Int[Array, "M K"]) -> Array:
+def _take(array: Shaped[Array, "B m K *rest"], index: Int[Array, "M K"]) -> Shaped[Array, "B M K *rest"]:
     # One gather of whole vectors for each head: along a sharded head axis it stays local.
     index = index.reshape(1, *index.shape, *[1] * (array.ndim - 3))
-    return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")  # [B, M, K, ...]
+    return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")
 
 
 def make_mask(query_rows: Rows, key_rows: Rows, is_causal: bool, is_new: Any) -> Mask:

@@ -150,9 +150,9 @@ def make_schedule(
     """Returns the schedule of each branch for `length` tokens, padded to equal shards, and `num_kv_heads` heads."""
     shard_length = -(-length // num_shards)
     branches = []
-    for segment_length, rate in pattern.branches:
+    for segment_length, dilation_rate in pattern.branches:
         # Beyond the sequence and the heads, larger numbers change nothing; clipping keeps them within 32 bits.
-        rate = min(rate, max(length, num_kv_heads))
-        segment_length = min(segment_length, max(num_shards * shard_length, rate))
-        branches.append(BranchSchedule(segment_length, rate, length, shard_length, num_shards))
+        rate = min(dilation_rate, max(length, num_kv_heads))
+        segment = min(segment_length, max(num_shards * shard_length, rate))
+        branches.append(BranchSchedule(segment, rate, length, shard_length, num_shards))
     return tuple(branches)

@@ -16,7 +16,7 @@ from ringjax._pattern import DilatedPattern, Offsets
 class RingDilatedAttention(nnx.Module):
     """Multi-head self-attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
 
-    Its parameters have the names and shapes of `nnx.MultiHeadAttention`: with one branch (T, 1) the two compute the same.
+    Its parameters have the names and shapes of `nnx.MultiHeadAttention`: with one branch (T, 1) both compute the same.
 
     Args:
       num_heads: the number of query heads N.
