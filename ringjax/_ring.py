@@ -47,7 +47,7 @@ class Plan:
         """Returns the rows that this shard keeps; the offsets follow the heads' global numbers."""
         axis_name = self.placement.axis_name
         shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
-        head = self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)
+        head = (self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)).astype(jnp.uint32)
         return Rows(branch, shard, self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads))
 
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:

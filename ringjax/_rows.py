@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, Integer, Shaped, UInt
 
 from ringjax._block import NOWHERE, Mask
 from ringjax._schedule import BranchSchedule
@@ -18,16 +18,17 @@ class Rows(NamedTuple):
 
     branch: BranchSchedule
     shard: Int[Array, ""]
-    offset: Int[Array, "K"]
+    offset: UInt[Array, "K"]
 
     def tokens(self) -> tuple[Int[Array, "I C K R"], Bool[Array, "I C K R"]]:
         """Returns the global number of the token in each slot, and whether there is one."""
         branch = self.branch
-        tile = jnp.arange(branch.num_tiles, dtype=jnp.int32)[:, None, None, None]
+        tile = _count(branch.num_tiles)[:, None, None, None]
         chunk = tile // branch.num_blocks * branch.chunks_per_tile
-        chunk = chunk + jnp.arange(branch.chunks_per_tile, dtype=jnp.int32)[:, None, None]  # [I, C, 1, 1]
-        slot = jnp.arange(branch.block_rows, dtype=jnp.int32) + tile % branch.num_blocks * branch.block_rows
-        return branch.slot_token(self.shard, chunk, slot, self.offset[:, None])
+        chunk = chunk + _count(branch.chunks_per_tile)[:, None, None]  # [I, C, 1, 1]
+        slot = _count(branch.block_rows) + tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, R]
+        token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset[:, None])
+        return token.astype(jnp.int32), is_row
 
     def after(self, step: Any) -> "Rows":
         """Returns the rows that are at this shard after `step` rotations along its ring."""
@@ -48,8 +49,9 @@ class Rows(NamedTuple):
         rows = rearrange(rows, "I B C K ... R H -> B (I C R) K ... H")
         if branch.is_identity:
             return rows
-        token = self.shard * branch.shard_length + jnp.arange(branch.shard_length, dtype=jnp.int32)[:, None]
-        chunk, slot = branch.token_slot(self.shard, token, self.offset)  # [n, 1], [n, K]
+        shard = self.shard.astype(jnp.uint32)
+        token = shard * branch.shard_length + _count(branch.shard_length)[:, None]  # [n, 1]
+        chunk, slot = branch.token_slot(shard, token, self.offset)  # [n, 1], [n, K]
         is_kept = branch.is_kept(token, self.offset)  # [n, K]
         # Chunks stand side by side only where each is one block, so slots follow one another chunk by chunk.
         index = jnp.where(is_kept, chunk * (branch.num_blocks * branch.block_rows) + slot, 0)
@@ -57,7 +59,12 @@ class Rows(NamedTuple):
         return jnp.where(is_kept, _take(rows, index), fill)
 
 
-def _take(array: Shaped[Array, "B m K *rest"], index: Int[Array, "M K"]) -> Shaped[Array, "B M K *rest"]:
+def _count(stop: int) -> UInt[Array, "stop"]:
+    # Unsigned: there division and remainder are one instruction each, without the cases of a negative sign.
+    return jnp.arange(stop, dtype=jnp.uint32)
+
+
+def _take(array: Shaped[Array, "B m K *rest"], index: Integer[Array, "M K"]) -> Shaped[Array, "B M K *rest"]:
     # One gather of whole vectors for each head: along a sharded head axis it stays local.
     index = index.reshape(1, *index.shape, *[1] * (array.ndim - 3))
     return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")
