@@ -166,7 +166,7 @@ def _branch_forward(query: Array, key: Array, value: Array, plan: Plan, branch: 
     if branch.ring_size > 1:
         carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.int32))
     out, lse = _block.finish(attend(branch.ring_size - 1, *carry))
-    return rows.put(out, 0), rows.put(lse[..., None], -jnp.inf)[..., 0]
+    return rows.put(out), rows.put(lse[..., None], -jnp.inf)[..., 0]
 
 
 def _branch_backward(queries: Queries, keys: Keys, plan: Plan, branch: BranchSchedule) -> tuple[Array, Keys]:
@@ -194,7 +194,7 @@ def _branch_backward(queries: Queries, keys: Keys, plan: Plan, branch: BranchSch
         query_grad, keys_grad = _travel(visit_keys, queries, plan, branch)
     else:
         keys_grad, query_grad = _travel(visit_queries, keys, plan, branch)
-    return rows.put(query_grad, 0), Keys(*(rows.put(grad, 0) for grad in keys_grad))
+    return rows.put(query_grad), Keys(*map(rows.put, keys_grad))
 
 
 def _travelling_bytes(arrays: tuple[Array, ...], with_gradient: tuple[Array, ...], dtype: jnp.dtype) -> int:

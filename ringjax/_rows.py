@@ -43,7 +43,7 @@ class Rows(NamedTuple):
             tokens = _take(tokens, rearrange(index, "I C K R -> (I C R) K"))  # [B, I * C * R, K, ..., H]
         return rearrange(tokens, "B (I C R) K ... H -> I B C K ... R H", C=branch.chunks_per_tile, R=branch.block_rows)
 
-    def put(self, rows: Shaped[Array, "I B C K *rest_of_rows"], fill: float) -> Shaped[Array, "B n K *rest"]:
+    def put(self, rows: Shaped[Array, "I B C K *rest_of_rows"], fill: float = 0.0) -> Shaped[Array, "B n K *rest"]:
         """Returns the shard's tokens [B, n, K, ..., H]: their kept rows [I, B, C, K, ..., R, H], elsewhere `fill`."""
         branch = self.branch
         rows = rearrange(rows, "I B C K ... R H -> B (I C R) K ... H")

@@ -1,0 +1,68 @@
+"""What the tests share: random arguments, and all results of an attention with their gradients."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import ringjax
+
+NAMES = ("out", "lse", "query_grad", "key_grad", "value_grad")
+
+
+def make_mesh(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+    count = int(np.prod(list(sizes.values())))
+    axis_types = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=jax.devices()[:count])
+
+
+def random_arguments(
+    length: int, heads: tuple[int, int] = (2, 1), widths: tuple[int, int] = (5, 3), batch: tuple[int, ...] = (1,), seed=0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])]
+    query, key, value = (rng.normal(size=(*batch, length, *shape)) for shape in shapes)
+    return query, key, value
+
+
+def loss(attention: Any, **arguments: Any) -> Any:
+    """A function of (query, key, value) whose gradient depends on all of out and on every finite lse."""
+
+    def function(query, key, value):
+        out, lse = attention(query, key, value, return_residual=True, **arguments)
+        finite = jnp.where(jnp.isfinite(lse), lse, 0)
+        return jnp.sin(out.astype(lse.dtype)).sum() + jnp.cos(finite).sum(), (out, lse)
+
+    return function
+
+
+def with_gradients(function: Any) -> Any:
+    """Returns (out, lse, dquery, dkey, dvalue) of a loss."""
+
+    def results(*arrays):
+        (_, outputs), grads = jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*arrays)
+        return *outputs, *grads
+
+    return results
+
+
+def ring_results(arrays: Any, **arguments: Any) -> Any:
+    return jax.device_get(jax.jit(with_gradients(loss(ringjax.ring_dilated_attention, **arguments)))(*arrays))
+
+
+def reference_results(arrays: Any, **arguments: Any) -> Any:
+    return jax.device_get(_reference(tuple(sorted(arguments.items())))(*arrays))
+
+
+@functools.cache
+def _reference(arguments: Any) -> Any:
+    return jax.jit(with_gradients(loss(ringjax.dilated_attention_reference, **dict(arguments))))
+
+
+def assert_close(actual: Any, expected: Any, atol: float = 1e-9) -> None:
+    for name, one, other in zip(NAMES, actual, expected, strict=True):
+        assert one.shape == other.shape, name
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol, err_msg=name)

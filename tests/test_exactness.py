@@ -1,0 +1,131 @@
+"""Values and gradients of the ring against the dense oracle, in float64, over a table of patterns and meshes."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
+
+from ringjax import ring_dilated_attention
+
+# Lengths, segment lengths and rates: local, rings, sub-rings of unequal size, straddling, short, longer than all.
+PATTERNS = {
+    "dense": (32, (32,), (1,)),
+    "local": (32, (4, 2), (1, 2)),
+    "longnet": (32, (4, 8, 32), (1, 2, 4)),
+    "rates that do not divide": (32, (8, 32), (3, 5)),
+    "unequal rings": (48, (18, 12), (1, 2)),
+    "straddling": (40, (7, 15), (2, 1)),
+    "short last segment": (37, (10, 1000), (1, 3)),
+    "uncovered rows": (32, (8, 16), (2, 4)),
+}
+HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)}
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ring_equals_oracle(name, ring_size):
+    length, segment_lengths, dilation_rates = PATTERNS[name]
+    index = list(PATTERNS).index(name) + ring_size
+    heads = list(HEADS.values())[index % 4]
+    arguments = {
+        "segment_lengths": segment_lengths,
+        "dilation_rates": dilation_rates,
+        "is_causal": index % 3 != 0,
+        "offsets": ("interleaved", "blocked")[index // 2 % 2],
+    }
+    arrays = random_arguments(length, heads, batch=((2,), (), (1, 2))[index % 3])
+    kind = (AxisType.Auto, AxisType.Explicit)[index % 2]
+    actual = ring_results(arrays, mesh=make_mesh(kind, seq=ring_size), **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_one_device_equals_oracle(name, is_causal):
+    length, segment_lengths, dilation_rates = PATTERNS[name]
+    arguments = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": is_causal}
+    arrays = random_arguments(length, (4, 2))
+    assert_close(ring_results(arrays, **arguments), reference_results(arrays, **arguments))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ring_size", [1, 4])
+def test_many_blocks_equal_the_oracle(ring_size, is_causal, monkeypatch):
+    """With several blocks to a chunk, and chunks side by side in a tile, some tiles whole, cut and left out."""
+    monkeypatch.setattr("ringjax._schedule.MAX_BLOCK_ROWS", 8)
+    arguments = {"segment_lengths": (4, 23, 92), "dilation_rates": (1, 1, 2), "is_causal": is_causal}
+    arrays = random_arguments(92, (2, 1))
+    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+
+
+def test_both_ways_around_the_ring_are_exact():
+    """The backward sends the queries around where they are lighter, and the keys and values where those are."""
+    for heads in ((1, 1), (6, 1)):
+        arguments = {"segment_lengths": (32,), "dilation_rates": (1,), "is_causal": True}
+        arrays = random_arguments(32, heads, widths=(5, 5))
+        actual = ring_results(arrays, mesh=make_mesh(seq=4), **arguments)
+        assert_close(actual, reference_results(arrays, **arguments))
+
+
+@st.composite
+def calls(draw):
+    length, ring_size = draw(st.integers(1, 29)), draw(st.sampled_from([1, 2, 3, 5, 8]))
+    segment_length = draw(st.integers(1, 31))
+    rate = draw(st.integers(1, min(segment_length, 6)))
+    kv_heads = draw(st.integers(1, 3))
+    arguments = {
+        "segment_lengths": (segment_length,),
+        "dilation_rates": (rate,),
+        "is_causal": draw(st.booleans()),
+        "offsets": draw(st.sampled_from(["interleaved", "blocked"])),
+        "scale": draw(st.sampled_from([0.5, 1.0])),
+    }
+    return length, ring_size, (kv_heads * draw(st.integers(1, 2)), kv_heads), arguments
+
+
+@given(calls())
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_random_geometry(call):
+    length, ring_size, heads, arguments = call
+    arrays = random_arguments(length, heads, widths=(2, 3))
+    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+
+
+def test_value_under_vjp_equals_primal():
+    arrays = [array.astype(np.float32) for array in random_arguments(32, (2, 2))]
+    mesh = make_mesh(seq=4)
+    call = lambda *arrays: ring_dilated_attention(
+        *arrays, segment_lengths=(8, 32), dilation_rates=(1, 2), is_causal=True, mesh=mesh
+    )
+    primal = jax.jit(call)(*arrays)
+    under_vjp = jax.jit(lambda *arrays: jax.vjp(call, *arrays)[0])(*arrays)
+    np.testing.assert_allclose(under_vjp, primal, rtol=0, atol=1e-6)
+
+
+def test_a_token_changes_no_causal_row_before_it():
+    arrays = random_arguments(32, (2, 2))
+    mesh = make_mesh(seq=4)
+    call = jax.jit(
+        lambda *arrays: ring_dilated_attention(
+            *arrays,
+            segment_lengths=(8, 12, 32),
+            dilation_rates=(1, 2, 3),
+            is_causal=True,
+            mesh=mesh,
+            return_residual=True,
+        )
+    )
+    before = jax.device_get(call(*arrays))
+    for token in (1, 7, 8, 17, 31):
+        changed = [array.copy() for array in arrays]
+        for array in changed:
+            array[:, token] += 1
+        after = jax.device_get(call(*changed))
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one[:, :token], other[:, :token])
+            assert not np.array_equal(one[:, token:], other[:, token:])
