@@ -27,6 +27,7 @@ from corpus import Corpus, bigram_bits, evaluation_batches, load_corpus, trainin
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 from tqdm import tqdm
 
 matplotlib.use("agg")
@@ -51,7 +52,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=8192, help="bytes in a sequence")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences in a step")
     parser.add_argument("--steps", type=int, default=300, help="steps of training")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the peak; it warms up and then decays")
+    parser.add_argument("--learning-rate", type=float, default=0.02, help="the peak; it warms up and then decays")
     parser.add_argument("--width", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
@@ -108,14 +109,22 @@ def make_model(arguments: argparse.Namespace) -> tuple[Any, Any, optax.GradientT
     schedule = optax.warmup_cosine_decay_schedule(
         0, arguments.learning_rate, warmup, max(arguments.steps, warmup + 1), arguments.learning_rate / 20
     )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05, mask=_is_matrix)
-    )
+    optimizer = optax.contrib.muon(schedule, adam_b2=0.98, muon_weight_dimension_numbers=matrices)
     return *nnx.split(model), optimizer
 
 
-def _is_matrix(params: Any) -> Any:
-    return jax.tree.map(lambda array: array.ndim > 1, params)
+def matrices(params: Any) -> Any:
+    """Says which axes of each kernel are its inputs and its outputs; Muon leaves the rest, None, to Adam."""
+
+    def axes(path: Any, array: jax.Array) -> MuonDimensionNumbers | None:
+        name = jax.tree_util.keystr(path)
+        if array.ndim < 2 or "'embedding'" in name:
+            return None
+        if array.ndim == 2:
+            return MuonDimensionNumbers(0, 1)
+        return MuonDimensionNumbers((0, 1), 2) if "'out'" in name else MuonDimensionNumbers(0, (1, 2))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def make_steps(definition: Any, optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:

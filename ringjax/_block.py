@@ -16,13 +16,21 @@ from jaxtyping import Array, Bool, Float, Int
 NOWHERE = jnp.iinfo(jnp.int32).max
 
 
-class Mask(NamedTuple):
-    """Query attends to key where ``first <= position <= last``; `groups` cuts both sides' tiles into separate parts."""
+class Visits(NamedTuple):
+    """For each tile of queries, the tiles of keys `start..stop` that it meets, and those that no mask cuts."""
 
-    first: Int[Array, "I C K Rq"]
-    last: Int[Array, "I C K Rq"]
-    position: Int[Array, "J C K Rk"]
-    groups: int
+    start: Int[Array, "I"]
+    stop: Int[Array, "I"]
+    is_whole: Bool[Array, "I J_of_group"]
+
+
+class Mask(NamedTuple):
+    """Query attends to key where ``first <= position <= last``; O is K, or 1 where all heads have the same rows."""
+
+    first: Int[Array, "I C O Rq"]
+    last: Int[Array, "I C O Rq"]
+    position: Int[Array, "J C O Rk"]
+    visits: Visits
 
 
 class Partial(NamedTuple):
@@ -49,14 +57,6 @@ class Keys(NamedTuple):
     value: Float[Array, "J B C K Rk V"]
 
 
-class _Visits(NamedTuple):
-    """For each tile of queries, the tiles of keys `start..stop` that it meets, and those that no mask cuts."""
-
-    start: Int[Array, "I"]
-    stop: Int[Array, "I"]
-    is_whole: Bool[Array, "I J_of_group"]
-
-
 def accumulation_dtype(*arrays: Array) -> jnp.dtype:
     """Returns the dtype of sums over the arrays: float32 at least."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
@@ -70,8 +70,7 @@ def start(query: Float[Array, "I B C K G Rq H"], value: Float[Array, "J B C K Rk
 
 def forward(query: Array, keys: Keys, mask: Mask, scale: float, partial: Partial) -> Partial:
     """Adds the attention of all queries on all keys that the mask allows to a softmax under way."""
-    visits = _visits(mask)
-    tiles_of_group = visits.is_whole.shape[1]
+    tiles_of_group = mask.visits.is_whole.shape[1]
 
     def tile_of_queries(_, tile):
         query, first, last, (start, stop, is_whole), partial = tile
@@ -85,7 +84,7 @@ def forward(query: Array, keys: Keys, mask: Mask, scale: float, partial: Partial
 
         return None, jax.lax.fori_loop(start, stop, tile_of_keys, partial)
 
-    return jax.lax.scan(tile_of_queries, None, (query, mask.first, mask.last, visits, partial))[1]
+    return jax.lax.scan(tile_of_queries, None, (query, mask.first, mask.last, mask.visits, partial))[1]
 
 
 def _logits(query: Float[Array, "B C K G Rq H"], key: Float[Array, "B C K Rk H"], scale: float) -> Array:
@@ -147,8 +146,7 @@ def merge(
 
 def backward(queries: Queries, keys: Keys, mask: Mask, scale: float) -> tuple[Array, Keys]:
     """Returns what the allowed pairs add to the gradients: that of the queries, and those of the keys and values."""
-    visits = _visits(mask)
-    tiles_of_group = visits.is_whole.shape[1]
+    tiles_of_group = mask.visits.is_whole.shape[1]
     dtype = accumulation_dtype(*queries, *keys)
 
     def tile_of_queries(keys_grad, tile):
@@ -169,7 +167,7 @@ def backward(queries: Queries, keys: Keys, mask: Mask, scale: float) -> tuple[Ar
         return keys_grad, query_grad
 
     keys_grad = Keys(*(jnp.zeros_like(array, dtype) for array in keys))
-    keys_grad, query_grad = jax.lax.scan(tile_of_queries, keys_grad, (queries, mask.first, mask.last, visits))
+    keys_grad, query_grad = jax.lax.scan(tile_of_queries, keys_grad, (queries, mask.first, mask.last, mask.visits))
     return query_grad, keys_grad
 
 
@@ -187,23 +185,30 @@ def _tile_gradients(queries: Queries, logits: Array, keys: Keys, scale: float) -
     return query_grad, key_grad, value_grad
 
 
-def _visits(mask: Mask) -> _Visits:
-    # Bounds of each tile and chunk, over heads and rows: a tile is left out where no interval reaches a position of it,
-    # and is whole where every interval holds all of its positions.
+def find_visits(
+    first: Int[Array, "I C O Rq"], last: Int[Array, "I C O Rq"], position: Int[Array, "J C O Rk"], groups: int
+) -> Visits:
+    """Returns which tiles meet, of tiles that lie in `groups` apart from each other on both sides.
+
+    A tile of keys is left out where no interval reaches one of its positions, and whole where every interval holds all.
+    """
+
     def bounds(array: Array, reduce: Callable[..., Array]) -> Array:
-        return reduce(array, axis=(2, 3)).reshape(mask.groups, -1, array.shape[1])  # [groups, tiles, C]
+        return reduce(array, axis=(2, 3)).reshape(groups, -1, array.shape[1])  # [groups, tiles of a group, C]
 
-    first, last = bounds(mask.first, jnp.min), bounds(mask.last, jnp.max)
-    nearest = bounds(mask.position, jnp.min)
-    farthest = bounds(jnp.where(mask.position == NOWHERE, -1, mask.position), jnp.max)
-    across = lambda queries, keys, compare: compare(queries[:, :, None], keys[:, None])  # [groups, I, J, C]
-    meets = across(first, farthest, jnp.less_equal) & across(last, nearest, jnp.greater_equal)
-    meets = meets.any(axis=-1)  # [groups, I_of_group, J_of_group]
-    is_whole = across(bounds(mask.first, jnp.max), nearest, jnp.less_equal)
-    is_whole &= across(bounds(mask.last, jnp.min), bounds(mask.position, jnp.max), jnp.greater_equal)
+    def compare(queries: Array, keys: Array, comparison: Callable[..., Array]) -> Array:
+        return comparison(queries[:, :, None], keys[:, None])  # [groups, I of a group, J of a group, C]
 
+    nearest = bounds(position, jnp.min)
+    farthest = bounds(jnp.where(position == NOWHERE, -1, position), jnp.max)
+    meets = compare(bounds(first, jnp.min), farthest, jnp.less_equal)
+    meets &= compare(bounds(last, jnp.max), nearest, jnp.greater_equal)
+    is_whole = compare(bounds(first, jnp.max), nearest, jnp.less_equal)
+    is_whole &= compare(bounds(last, jnp.min), bounds(position, jnp.max), jnp.greater_equal)
+
+    meets = meets.any(axis=-1)  # [groups, I of a group, J of a group]
     tiles = meets.shape[-1]
-    begin = jnp.arange(mask.groups, dtype=jnp.int32)[:, None] * tiles
+    begin = jnp.arange(groups, dtype=jnp.int32)[:, None] * tiles
     begin, end = begin + jnp.argmax(meets, axis=-1), begin + tiles - jnp.argmax(meets[..., ::-1], axis=-1)
     end = jnp.where(meets.any(axis=-1), end, begin)
-    return _Visits(begin.reshape(-1), end.reshape(-1), is_whole.all(axis=-1).reshape(-1, tiles))
+    return Visits(begin.reshape(-1), end.reshape(-1), is_whole.all(axis=-1).reshape(-1, tiles))

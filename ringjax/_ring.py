@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from ringjax import _block
@@ -47,8 +48,12 @@ class Plan:
         """Returns the rows that this shard keeps; the offsets follow the heads' global numbers."""
         axis_name = self.placement.axis_name
         shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
+        offset = lambda head: self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads)
+        all_offsets = jnp.asarray(np.unique(offset(np.arange(self.num_kv_heads))), jnp.uint32)
+        if all_offsets.size == 1:
+            return Rows(branch, shard, all_offsets, all_offsets)
         head = (self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)).astype(jnp.uint32)
-        return Rows(branch, shard, self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads))
+        return Rows(branch, shard, offset(head), all_offsets)
 
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
@@ -98,7 +103,7 @@ _backward.defvjp(_no_second_derivative, _no_second_derivative)
 
 def _group(
     query: Float[Array, "*B n N H"], key: Float[Array, "*B n K H"], value: Float[Array, "*B n K V"], plan: Plan
-) -> tuple[Float[Array, "B n K G H"], Float[Array, "B n K H"], Float[Array, "B n K V"]]:
+) -> tuple[Float[Array, "b n k G H"], Float[Array, "b n k H"], Float[Array, "b n k V"]]:
     """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
     axes = frozenset().union(*map(_varying_axes, (query, key, value)))
     if plan.placement.axis_name is not None:
@@ -113,7 +118,7 @@ def _group(
     return _group_heads(query, plan), key, value
 
 
-def _group_heads(array: Float[Array, "*B n N H"], plan: Plan) -> Float[Array, "B n K G H"]:
+def _group_heads(array: Float[Array, "*B n N H"], plan: Plan) -> Float[Array, "b n k G H"]:
     length, heads, width = array.shape[-3:]
     return array.reshape(-1, length, plan.local_heads, heads // plan.local_heads, width)
 

@@ -1,0 +1,66 @@
+"""Reads a compiled program: its permutes with the trip counts of their loops, its arrays, its memory."""
+
+import math
+import re
+from typing import NamedTuple
+
+WIDTHS = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1}
+
+
+class Permute(NamedTuple):
+    """A permute that runs `count` times and sends `bytes` to a neighbour each time."""
+
+    count: int
+    bytes: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+def permutes(text: str) -> list[Permute]:
+    """Returns the permutes of a compiled program."""
+    computations = _computations(text)
+    found = []
+
+    def walk(name: str, count: int) -> None:
+        for line in computations[name]:
+            if re.search(r"collective-permute(-start)?\(", line):
+                pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line).group(1) + "}"
+                pairs = tuple(tuple(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", pairs))
+                shapes = line.split(" = ")[1].split("collective-permute")[0]
+                half = 2 if "-start" in line else 1  # a start's result repeats its operands
+                found.append(Permute(count, sum(map(_bytes, _arrays(shapes))) // half, pairs))
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for kind, callee in re.findall(r"(body|to_apply|calls)=%?([\w.\-]+)", line):
+                walk(callee, count * int(trips.group(1)) if kind == "body" and trips else count)
+            for branches in re.findall(r"branch_computations=\{(.*?)\}", line):
+                for callee in branches.split(","):
+                    walk(callee.strip().lstrip("%"), count)
+            for callee in re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", line):
+                walk(callee, count)
+
+    walk("ENTRY", 1)
+    return found
+
+
+def has_dimension(text: str, size: int) -> bool:
+    """Returns whether any array of a program has a dimension of this size."""
+    return any(size in shape for _, shape in _arrays(text))
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    computations, lines = {}, []
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if header and not line.startswith(" "):
+            lines = computations["ENTRY" if header.group(1) else header.group(2)] = []
+        else:
+            lines.append(line)
+    return computations
+
+
+def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    found = re.findall(r"\b(" + "|".join(WIDTHS) + r")\[([\d,]*)\]", text)
+    return [(dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in found]
+
+
+def _bytes(array: tuple[str, tuple[int, ...]]) -> int:
+    return WIDTHS[array[0]] * math.prod(array[1])

@@ -1,0 +1,112 @@
+"""Wrong arguments are refused before anything runs, with the argument, its value and the remedy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import make_mesh
+
+from ringjax import ring_dilated_attention
+
+PATTERN = {"segment_lengths": (4,), "dilation_rates": (1,)}
+SHAPES = {"query": (1, 8, 4, 6), "key": (1, 8, 2, 6), "value": (1, 8, 2, 5)}
+
+
+def call(dtype=np.float32, shapes=None, **arguments):
+    arrays = {name: np.ones(shape, dtype) for name, shape in {**SHAPES, **(shapes or {})}.items()}
+    return ring_dilated_attention(**arrays, **{**PATTERN, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"query": (8, 4)}, "query has the shape (8, 4): pass at least [length, heads, width]"),
+        ({"value": (1, 8, 0, 5)}, "value has the shape (1, 8, 0, 5): length, heads and width must be at least 1"),
+        ({"query": (1, 0, 4, 6)}, "query has the shape (1, 0, 4, 6)"),
+        ({"key": (1, 7, 2, 6)}, "key and query differ in batch or length: query (1, 8, 4, 6), key (1, 7, 2, 6)"),
+        ({"value": (2, 8, 2, 5)}, "value and query differ in batch or length"),
+        ({"key": (8, 2, 6)}, "key and query differ in batch or length"),
+        ({"value": (1, 8, 4, 5)}, "key and value differ in their heads"),
+        ({"key": (1, 8, 2, 7)}, "key and query differ in their width"),
+        ({"key": (1, 8, 3, 6), "value": (1, 8, 3, 5)}, "query has 4 heads and key has 3"),
+    ],
+)
+def test_shapes(shapes, words, unchecked):
+    with pytest.raises(ValueError, match=".") as caught:
+        call(shapes=shapes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, jnp.float8_e4m3fn])
+def test_dtypes(dtype, unchecked):
+    with pytest.raises(TypeError, match=f"query is of {np.dtype(dtype).name}: pass an array of one of float32, bfloat"):
+        call(dtype)
+
+
+def test_lists_are_no_arrays(unchecked):
+    with pytest.raises(TypeError, match="query is of list: pass an array"):
+        ring_dilated_attention([[[1.0]]], [[[1.0]]], [[[1.0]]], **PATTERN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"segment_lengths": ()}, "segment_lengths=() is empty"),
+        ({"segment_lengths": (4, 8)}, "2 and 1 entries"),
+        ({"dilation_rates": (0,)}, "value below 1"),
+        ({"dilation_rates": (5,)}, "rate 5 above its segment length 4"),
+        ({"offsets": "none"}, "offsets='none' is unknown"),
+    ],
+)
+def test_patterns(arguments, words, unchecked):
+    with pytest.raises(ValueError, match=".") as caught:
+        call(**arguments)
+    assert words in str(caught.value)
+
+
+def test_scale(unchecked):
+    with pytest.raises(TypeError, match="must be a number, known when the call is traced"):
+        call(scale=jnp.float32(1))
+    assert call(scale=np.float32(2)).shape == (1, 8, 4, 5)
+
+
+def test_mesh_without_the_axis(unchecked):
+    with pytest.raises(ValueError, match="has no axis axis_name='seq': name one of \\('data',\\)"):
+        call(mesh=make_mesh(data=2))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_length_over_another_axis(kind, unchecked):
+    mesh = make_mesh(kind, seq=2, model=2)
+    arrays = [
+        jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P(None, "model"))) for shape in SHAPES.values()
+    ]
+    for options in ({}, {"mesh": mesh}):
+        with pytest.raises(ValueError, match="the length of query is sharded over \\('model',\\), but axis_name='seq'"):
+            ring_dilated_attention(*arrays, **PATTERN, **options)
+
+
+def test_typed_axes_that_do_not_fit(unchecked):
+    mesh = make_mesh(AxisType.Explicit, seq=2, model=2)
+    put = lambda shape, *spec: jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P(*spec)))
+    query, key, value = (put(shape) for shape in SHAPES.values())
+    with pytest.raises(ValueError, match="the last dimension of query is sharded over \\('model',\\)"):
+        ring_dilated_attention(put(SHAPES["query"], None, None, None, "model"), key, value, **PATTERN)
+    with pytest.raises(ValueError, match="the heads of key are sharded over \\('model',\\) and those of query over"):
+        ring_dilated_attention(query, put(SHAPES["key"], None, None, "model"), value, **PATTERN)
+
+
+def test_second_derivatives_are_refused():
+    arrays = [jnp.ones(shape) for shape in SHAPES.values()]
+    total = lambda query: ring_dilated_attention(query, *arrays[1:], **PATTERN).sum()
+    with pytest.raises(NotImplementedError, match="ring_dilated_attention has no second derivative"):
+        jax.grad(lambda query: jax.grad(total)(query).sum())(arrays[0])
+
+
+def test_forward_mode_is_refused():
+    arrays = [jnp.ones(shape) for shape in SHAPES.values()]
+    total = lambda query: ring_dilated_attention(query, *arrays[1:], **PATTERN).sum()
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(total, arrays[:1], arrays[:1])

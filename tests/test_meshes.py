@@ -1,0 +1,171 @@
+"""The same numbers on every mesh, however its axes are typed, and under every transformation."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import (
+    assert_close,
+    loss,
+    make_mesh,
+    random_arguments,
+    reference_results,
+    ring_results,
+    with_gradients,
+)
+
+from ringjax import ring_dilated_attention
+
+ARGUMENTS = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+ring_loss = loss(ring_dilated_attention, **ARGUMENTS)
+
+
+@pytest.fixture(params=KINDS)
+def mesh(request):
+    return make_mesh(KINDS[request.param], data=2, seq=2, tensor=2)
+
+
+def place(arrays, mesh, *spec):
+    """Puts arrays on the mesh; heads that an axis does not divide are not sharded."""
+    spec = spec or ("data", "seq", "tensor")
+
+    def put(array):
+        fits = [
+            name if name and size % mesh.shape[name] == 0 else None
+            for name, size in zip(spec, array.shape, strict=False)
+        ]
+        return jax.device_put(array, NamedSharding(mesh, P(*fits)))
+
+    return [put(array) for array in arrays]
+
+
+def check(function, arrays, originals=None, **arguments):
+    expected = reference_results(originals or arrays, **{**ARGUMENTS, **arguments})
+    assert_close(jax.device_get(jax.jit(with_gradients(function))(*arrays)), expected)
+
+
+# Four key/value heads over two devices, with a rate of four: offsets that followed local numbers would be wrong. With
+# one key/value head, or three over two devices, the tensor axis does not divide them.
+@pytest.mark.parametrize("heads", [(8, 4), (4, 1)], ids=["kv4", "kv1"])
+@pytest.mark.parametrize("offsets", ["interleaved", "blocked"])
+def test_mesh_that_the_arrays_carry(mesh, heads, offsets):
+    arrays = random_arguments(32, heads, batch=(2,))
+    check(loss(ring_dilated_attention, offsets=offsets, **ARGUMENTS), place(arrays, mesh), arrays, offsets=offsets)
+
+
+def test_key_value_heads_of_whole_groups(mesh):
+    """With four devices along eight heads, each pair of devices shares one of two key/value heads."""
+    mesh = make_mesh(mesh.axis_types[0], seq=2, tensor=4)
+    arrays = random_arguments(32, (8, 2), batch=(2,))
+    check(ring_loss, place(arrays, mesh, None, "seq", "tensor"), arrays)
+
+
+def test_key_value_heads_that_nothing_divides(mesh, unchecked):
+    arrays = random_arguments(32, (6, 3), batch=(2,))
+    if mesh.axis_types[0] == AxisType.Auto:
+        check(ring_loss, place(arrays, mesh), arrays)
+    else:
+        with pytest.raises(ValueError, match="3 key/value heads do not divide over the 2 devices of \\('tensor',\\)"):
+            ring_dilated_attention(*place(arrays, mesh), **ARGUMENTS)
+
+
+def test_mesh_of_the_context(mesh):
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    with jax.set_mesh(mesh):
+        check(ring_loss, place(arrays, mesh), arrays)
+        out = jax.jit(functools.partial(ring_dilated_attention, **ARGUMENTS))(*arrays)  # not sharded yet
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "seq")), out.ndim)
+    np.testing.assert_allclose(out, reference_results(arrays, **ARGUMENTS)[0], rtol=0, atol=1e-9)
+
+
+def test_mesh_argument_and_eager_call(mesh):
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    expected = reference_results(arrays, **ARGUMENTS)
+    out, lse = ring_dilated_attention(*place(arrays, mesh), mesh=mesh, return_residual=True, **ARGUMENTS)
+    assert tuple(out.sharding.spec)[:2] == ("data", "seq")
+    np.testing.assert_allclose(out, expected[0], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(lse, expected[1], rtol=0, atol=1e-9)
+    with jax.set_mesh(mesh):
+        assert_close(with_gradients(ring_loss)(*place(arrays, mesh)), expected)
+
+
+def test_mesh_without_the_axis(mesh):
+    mesh = make_mesh(mesh.axis_types[0], data=2, tensor=4)
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    check(ring_loss, place(arrays, mesh, "data", None, "tensor"), arrays)
+
+
+def test_other_axis_name(mesh):
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    arguments = {**ARGUMENTS, "axis_name": "data"}
+    check(loss(ring_dilated_attention, **arguments), place(arrays, mesh, "seq", "data", "tensor"), arrays)
+
+
+def test_length_that_the_mesh_does_not_divide(mesh):
+    arrays = random_arguments(29, (8, 4), batch=(2,))
+    check(ring_loss, place(arrays, mesh, "data", None, "tensor"), arrays)
+    check(ring_loss, place([array[:, :1] for array in arrays], mesh, "data"), [array[:, :1] for array in arrays])
+
+
+@pytest.mark.parametrize("axes", [("data", "seq"), ("data",), ("seq",)], ids="-".join)
+def test_inside_the_callers_shard_map(mesh, axes):
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    spec = P(*(name if name in axes else None for name in ("data", "seq")))
+    mapped = jax.shard_map(
+        lambda *shards: ring_dilated_attention(*shards, return_residual=True, **ARGUMENTS),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=set(axes),
+    )
+    check(loss(lambda *shards, return_residual: mapped(*shards)), place(arrays, mesh), arrays)
+
+
+def test_inside_a_shard_map_that_is_not_checked(mesh):
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    mapped = jax.shard_map(
+        lambda *shards: ring_dilated_attention(*shards, return_residual=True, **ARGUMENTS),
+        mesh=mesh,
+        in_specs=P("data", "seq"),
+        out_specs=P("data", "seq"),
+        check_vma=False,
+    )
+    check(loss(lambda *shards, return_residual: mapped(*shards)), place(arrays, mesh, "data", "seq"), arrays)
+
+
+def test_keys_that_are_the_same_along_a_manual_axis(mesh):
+    """A gradient is summed over the mesh axes along which its argument is the same."""
+    query, key, value = random_arguments(32, (8, 4), batch=(2,))
+    key, value = (np.repeat(array[:1], 2, axis=0) for array in (key, value))
+    expected = reference_results((query, key, value), **ARGUMENTS)
+    mapped = jax.shard_map(
+        lambda *shards: ring_dilated_attention(*shards, return_residual=True, **ARGUMENTS),
+        mesh=mesh,
+        in_specs=(P("data", "seq"), P(None, "seq"), P(None, "seq")),
+        out_specs=P("data", "seq"),
+        axis_names={"data", "seq"},
+    )
+    arrays = place([query], mesh, "data", "seq") + place((key[:1], value[:1]), mesh, None, "seq")
+    out, lse, *grads = jax.jit(with_gradients(loss(lambda *shards, return_residual: mapped(*shards))))(*arrays)
+    summed = [expected[2], *(grad.sum(axis=0, keepdims=True) for grad in expected[3:])]
+    assert_close(jax.device_get([out, lse, *grads]), [*expected[:2], *summed])
+
+
+def test_checkpoint_and_vmap(mesh):
+    arrays = random_arguments(32, (8, 4), batch=(3, 2))
+    call = functools.partial(ring_dilated_attention, return_residual=True, **ARGUMENTS)
+    nested = loss(lambda *arrays, return_residual: jax.checkpoint(jax.vmap(jax.checkpoint(call)))(*arrays))
+    check(nested, place(arrays, mesh, None, "data", "seq", "tensor"), arrays)
+
+
+def test_the_same_numbers_on_every_mesh():
+    arrays = random_arguments(32, (8, 4), batch=(2,))
+    one = ring_results(arrays, **ARGUMENTS)
+    for sizes in ({"seq": 8}, {"seq": 2, "data": 2}, {"tensor": 4, "seq": 2}):
+        mesh = make_mesh(**sizes)
+        placed = place(arrays, mesh, *(name if name in sizes else None for name in ("data", "seq", "tensor")))
+        assert_close(ring_results(placed, **ARGUMENTS), one, atol=1e-12)

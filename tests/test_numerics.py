@@ -1,0 +1,116 @@
+"""Precision in every dtype, and values at the edges: rows without keys, large logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import NAMES, assert_close, make_mesh, random_arguments, reference_results, ring_results
+
+from ringjax import ring_dilated_attention
+
+ARGUMENTS = {"segment_lengths": (16, 64), "dilation_rates": (1, 2), "is_causal": True}
+
+
+def errors(arrays, ring_size, dtype, **arguments):
+    """The root mean square error of each result, over that of the float64 oracle's values on the same inputs."""
+    arrays = [jnp.asarray(array, dtype) for array in arrays]
+    exact = reference_results([array.astype(jnp.float64) for array in arrays], **arguments)
+    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
+    norm = lambda array: np.sqrt(np.mean(np.square(array)))
+    return {
+        name: norm(np.asarray(one, np.float64) - other) / norm(other)
+        for name, one, other in zip(NAMES, actual, exact, strict=True)
+    }
+
+
+@pytest.mark.parametrize("ring_size", [1, 8])
+def test_float32(ring_size):
+    arrays = [array.astype(np.float32) for array in random_arguments(64, (4, 2), widths=(16, 16))]
+    exact = reference_results([array.astype(np.float64) for array in arrays], **ARGUMENTS)
+    assert_close(ring_results(arrays, mesh=make_mesh(seq=ring_size), **ARGUMENTS), exact, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_error_in_half_precision_does_not_grow_with_the_ring(dtype):
+    arrays = random_arguments(256, (4, 2), widths=(16, 16))
+    arguments = {"segment_lengths": (256,), "dilation_rates": (1,), "is_causal": True}
+    one, eight = (errors(arrays, ring_size, dtype, **arguments) for ring_size in (1, 8))
+    for name, error in eight.items():
+        assert error <= 1.1 * one[name], name
+        assert error < 4 * jnp.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("float16",) * 3, ("float32", "bfloat16", "float16")], ids=str)
+def test_dtypes_of_results(dtypes):
+    arrays = [jnp.asarray(array, dtype) for array, dtype in zip(random_arguments(16), dtypes, strict=True)]
+    results = ring_results(arrays, mesh=make_mesh(seq=2), segment_lengths=(16,), dilation_rates=(1,))
+    assert [result.dtype.name for result in results] == [dtypes[0], "float32", *dtypes]
+
+
+def test_rows_that_no_branch_covers_are_zero_with_zero_gradient():
+    arguments = {"segment_lengths": (8, 16), "dilation_rates": (4, 4)}
+    arrays = random_arguments(32, (2, 2))
+    out, lse, *grads = ring_results(arrays, mesh=make_mesh(seq=4), **arguments)
+    covered = np.zeros((32, 2), bool)
+    covered[np.arange(32) % 4 == 0, 0] = covered[np.arange(32) % 4 == 1, 1] = True
+    assert (out[:, ~covered] == 0).all()
+    assert (lse[:, ~covered] == -np.inf).all()
+    assert np.isfinite(lse[:, covered]).all()
+    for grad in grads:
+        assert (grad[:, ~covered] == 0).all()
+        assert (grad[:, covered] != 0).any(axis=-1).all()
+
+
+def test_cotangents_of_rows_without_keys_do_not_matter():
+    arrays = random_arguments(32, (2, 2))
+    call = lambda *arrays: ring_dilated_attention(
+        *arrays, segment_lengths=(8,), dilation_rates=(4,), return_residual=True, mesh=make_mesh(seq=2)
+    )
+    (out, lse), pullback = jax.vjp(call, *arrays)
+    hostile = jnp.where(jnp.isfinite(lse), 0, jnp.nan)
+    for grad in pullback((jnp.zeros_like(out), hostile)):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("ring_size", [1, 4])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_large_logits(dtype, ring_size):
+    """Logits of +-1e4 overflow every exponential that is not shifted; here the weights are all but one-hot."""
+    query, key, value = random_arguments(32, (2, 1), widths=(4, 3))
+    query, key = 100 * np.sign(query), 50 * np.sign(key)
+    arrays = [array.astype(dtype) for array in (query, key, value)]
+    arguments = {"segment_lengths": (8, 32), "dilation_rates": (1, 2), "is_causal": True, "scale": 0.5}
+    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
+    assert all(np.isfinite(result).all() for result in actual)
+    assert np.abs(actual[1]).max() > 9e3
+    expected = reference_results([array.astype(np.float64) for array in arrays], **arguments)
+    tolerance = 2e4 * np.finfo(dtype).eps  # neighbouring numbers of the size of these logits differ by that much
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1, np.abs(other).max()))
+
+
+def test_the_oracle_is_softmax_attention():
+    """With one branch (T, 1) the oracle is plain attention, in NumPy and in JAX's own float32 implementation."""
+    query, key, value = random_arguments(16, (4, 2), widths=(6, 6))
+    for is_causal in (False, True):
+        out = reference_results(
+            (query, key, value), segment_lengths=(16,), dilation_rates=(1,), is_causal=is_causal
+        )[0]
+        logits = np.einsum("btnh,bsnh->bnts", query, key.repeat(2, axis=2)) / np.sqrt(6)
+        weights = np.exp(np.where(np.tri(16, dtype=bool) | (not is_causal), logits, -np.inf))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        expected = np.einsum("bnts,bsnv->btnv", weights, value.repeat(2, axis=2))
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+        peer = jax.nn.dot_product_attention(*map(jnp.asarray, (query, key, value)), is_causal=is_causal)
+        np.testing.assert_allclose(out, peer, rtol=0, atol=1e-6)
+
+
+def test_the_oracle_mixes_branches_by_their_denominators():
+    """LongNet's own form: each branch's softmax apart, mixed with weights that are their denominators' shares."""
+    arrays = random_arguments(24, (2, 2))
+    branches = [reference_results(arrays, segment_lengths=(w,), dilation_rates=(r,))[:2] for w, r in ((6, 1), (12, 2))]
+    shares = np.exp(np.stack([lse for _, lse in branches]))
+    shares /= shares.sum(axis=0)
+    mixed = sum(share[..., None] * out for share, (out, _) in zip(shares, branches, strict=True))
+    together = reference_results(arrays, segment_lengths=(6, 12), dilation_rates=(1, 2))[0]
+    np.testing.assert_allclose(together, mixed, rtol=0, atol=1e-12)
