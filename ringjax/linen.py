@@ -54,7 +54,7 @@ class RingDilatedAttention(linen.Module):
         """Attends: inputs [..., T, D] to outputs [..., T, out_features], sharded like the inputs."""
         pattern = DilatedPattern(tuple(self.segment_lengths), tuple(self.dilation_rates), self.offsets)
         qkv_features = self.qkv_features or inputs.shape[-1]
-        num_kv_heads = self.num_kv_heads or self.num_heads
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         width = head_dim(self.num_heads, num_kv_heads, qkv_features, self.rope_theta)
         dense = functools.partial(
             linen.DenseGeneral,

@@ -1,0 +1,61 @@
+"""Imports run downwards only, and every module says its one job in its first line."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ringjax"
+
+# What each module may import of this package. An oracle must not share bugs: it sees the pattern alone.
+ALLOWED = {
+    "_pattern": set(),
+    "_reference": {"_pattern"},
+    "_schedule": {"_pattern"},
+    "_block": set(),
+    "_rows": {"_block", "_schedule"},
+    "_mesh": set(),
+    "_ring": {"_block", "_mesh", "_pattern", "_rows", "_schedule"},
+    "_attention": {"_mesh", "_pattern", "_ring", "_schedule"},
+    "_rotary": set(),
+    "_heads": {"_attention", "_mesh", "_rotary"},
+    "nn": {"_heads", "_pattern"},
+    "linen": {"_heads", "_pattern"},
+    "__init__": {"_attention", "_pattern", "_reference", "linen", "nn"},
+}
+# The modules that are integers alone, and those that may name a mesh axis.
+WITHOUT_JAX = {"_pattern", "_schedule"}
+WITH_AXES = {"_mesh", "_ring", "_heads"}
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" if node.module == "ringjax" else node.module for alias in node.names}
+    return names
+
+
+def test_the_table_is_complete():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("module", ALLOWED)
+def test_imports_run_downwards(module):
+    names = imports(PACKAGE / f"{module}.py")
+    own = {name.removeprefix("ringjax.") for name in names if name.startswith("ringjax")}
+    assert own <= ALLOWED[module]
+    foreign = {name.split(".")[0] for name in names} - {"ringjax"}
+    if module in WITHOUT_JAX:
+        assert "jax" not in foreign
+    if module not in WITH_AXES | {"_attention"}:
+        assert not any(name.startswith("jax.sharding") for name in names)
+
+
+@pytest.mark.parametrize("module", ALLOWED)
+def test_modules_state_their_job(module):
+    source = (PACKAGE / f"{module}.py").read_text()
+    assert ast.get_docstring(ast.parse(source)).splitlines()[0].endswith((".", ":"))
+    assert source.count("\n") <= 300

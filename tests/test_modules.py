@@ -1,0 +1,181 @@
+"""The Flax modules: Flax's own parameters and numbers, rotary positions, and sharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import has_dimension
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import make_mesh
+
+import ringjax
+from ringjax._rotary import rotary_embedding
+
+LENGTH, WIDTH = 16, 24
+PATTERN = {"segment_lengths": (4, 16), "dilation_rates": (1, 2), "is_causal": True}
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def inputs(length=LENGTH, batch=2):
+    return jax.random.normal(jax.random.key(0), (batch, length, WIDTH), jnp.float32)
+
+
+class Functional:
+    """One face for both modules: named parameters, and a function of parameters and inputs."""
+
+    def __init__(self, library, **arguments):
+        if library == "nnx":
+            module = ringjax.RingDilatedAttention(4, WIDTH, **arguments, rngs=nnx.Rngs(0))
+            self.definition, self.params = nnx.split(module)
+            self.apply = lambda params, x: nnx.merge(self.definition, params)(x)
+        else:
+            self.module = ringjax.linen.RingDilatedAttention(4, **arguments)
+            self.params = self.module.init(jax.random.key(0), inputs())
+            self.apply = self.module.apply
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 2])
+@pytest.mark.parametrize("features", [(None, None), (32, 20)])
+def test_parameters_of_nnx_attention(num_kv_heads, features):
+    shared = {"num_kv_heads": num_kv_heads, "rngs": nnx.Rngs(0)}
+    ours = ringjax.RingDilatedAttention(4, WIDTH, *features, segment_lengths=(LENGTH,), dilation_rates=(1,), **shared)
+    theirs = nnx.MultiHeadAttention(4, WIDTH, *features, decode=False, **{**shared, "rngs": nnx.Rngs(1)})
+    assert not np.allclose(ours(inputs()), theirs(inputs()), atol=1e-3)
+    nnx.update(ours, nnx.state(theirs, nnx.Param))
+    if num_kv_heads is None:  # nnx's own attention function takes as many key/value heads as query heads
+        np.testing.assert_allclose(ours(inputs()), theirs(inputs()), rtol=0, atol=2e-6)
+    paths = lambda module: {str(path): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    assert paths(ours) == paths(theirs)
+
+
+@pytest.mark.parametrize("features", [(None, None), (32, 20)])
+def test_parameters_of_linen_attention(features):
+    ours = ringjax.linen.RingDilatedAttention(4, *features, segment_lengths=(LENGTH,), dilation_rates=(1,))
+    theirs = linen.MultiHeadDotProductAttention(4, qkv_features=features[0], out_features=features[1])
+    params = theirs.init(jax.random.key(1), inputs())
+    assert jax.tree.map(jnp.shape, ours.init(jax.random.key(0), inputs())) == jax.tree.map(jnp.shape, params)
+    np.testing.assert_allclose(ours.apply(params, inputs()), theirs.apply(params, inputs()), rtol=0, atol=2e-6)
+
+
+def test_the_modules_agree():
+    arguments = {**PATTERN, "num_kv_heads": 2, "rope_theta": 100.0, "offsets": "blocked", "use_bias": False}
+    one, other = Functional("nnx", **arguments), Functional("linen", **arguments)
+    params = {"params": nnx.to_pure_dict(one.params)}
+    np.testing.assert_array_equal(one.apply(one.params, inputs()), other.apply(params, inputs()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_on_a_mesh_with_a_tensor_axis(library, kind):
+    module = Functional(library, **PATTERN, num_kv_heads=2, rope_theta=100.0, use_bias=False)
+    objective = lambda params, x: jnp.sin(module.apply(params, x)).sum()
+    expected = module.apply(module.params, inputs())
+    expected_grads = jax.grad(objective, (0, 1))(module.params, inputs())
+
+    mesh = make_mesh(kind, data=2, seq=2, tensor=2)
+
+    def place(path, array):
+        heads = ("tensor", None, None) if "'out'" in jax.tree_util.keystr(path) else (None, "tensor", None)
+        return jax.device_put(array, NamedSharding(mesh, P(*heads)))
+
+    params = jax.tree_util.tree_map_with_path(place, module.params)
+    x = jax.device_put(inputs(), NamedSharding(mesh, P("data", "seq")))
+    with jax.set_mesh(mesh):
+        apply = jax.jit(module.apply)
+        out = apply(params, x)
+        assert tuple(out.sharding.spec)[:2] == ("data", "seq")
+        np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
+        grads = jax.jit(jax.grad(objective, (0, 1)))(params, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-5), grads, expected_grads)
+        # Inputs of one token, as they come when parameters are initialised, are not sharded along the sequence.
+        assert apply(params, inputs(length=1)).shape == (2, 1, WIDTH)
+        assert np.isfinite(apply(params, inputs(length=1))).all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_initialisation_under_a_mesh(kind):
+    with jax.set_mesh(make_mesh(kind, seq=4)):
+        module = ringjax.linen.RingDilatedAttention(4, **PATTERN, rope_theta=100.0)
+        params = jax.jit(module.init)(jax.random.key(0), jnp.ones((1, 1, WIDTH)))
+        expected = module.init(jax.random.key(0), jnp.ones((1, LENGTH, WIDTH)))
+        assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_nothing_of_the_whole_length_is_gathered(library, kind):
+    length = 8 * 37
+    module = Functional(library, **PATTERN, rope_theta=100.0)
+    mesh = make_mesh(kind, seq=8)
+    params = jax.device_put(module.params, NamedSharding(mesh, P()))
+    x = jax.device_put(inputs(length), NamedSharding(mesh, P(None, "seq")))
+    with jax.set_mesh(mesh):
+        objective = lambda params, x: jnp.sin(module.apply(params, x)).sum()
+        text = jax.jit(jax.grad(objective)).lower(params, x).compile().as_text()
+    assert "all-gather" not in text
+    assert has_dimension(text, 37)
+    assert not has_dimension(text, length)
+
+
+def test_rotary_embedding_is_the_rotate_half_convention():
+    width, theta = 6, 50.0
+    array = np.random.default_rng(0).normal(size=(1, 5, 2, width))
+    positions = np.array([0, 1, 1023, 1024, 1_000_003])
+    rotated = rotary_embedding(jnp.asarray(array), jnp.asarray(positions, jnp.int32), theta)
+    for token, position in enumerate(positions):
+        for i in range(width // 2):
+            angle = float(position) * theta ** (-2 * i / width)
+            first, second = array[0, token, :, i], array[0, token, :, i + width // 2]
+            expected = [
+                first * np.cos(angle) - second * np.sin(angle),
+                second * np.cos(angle) + first * np.sin(angle),
+            ]
+            actual = rotated[0, token, :, i], rotated[0, token, :, i + width // 2]
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
+
+
+def test_rotary_embedding_keeps_its_precision_at_a_million_tokens():
+    array = jnp.ones((1, 1, 1, 64), jnp.float32)
+    position = jnp.array([1_048_575], jnp.int32)
+    single = rotary_embedding(array, position, 10_000.0)
+    double = rotary_embedding(array.astype(jnp.float64), position, 10_000.0)
+    np.testing.assert_allclose(single, double, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("axes", [("seq",), ("data", "seq")], ids="-".join)
+def test_positions_are_global_inside_a_shard_map(axes):
+    module = Functional("linen", **PATTERN, rope_theta=100.0)
+    mesh = make_mesh(data=2, seq=4)
+    spec = P(*(name if name in axes else None for name in ("data", "seq")))
+    mapped = jax.shard_map(module.apply, mesh=mesh, in_specs=(P(), spec), out_specs=spec, axis_names=set(axes))
+    out = jax.jit(mapped)(module.params, inputs())
+    np.testing.assert_allclose(out, module.apply(module.params, inputs()), rtol=0, atol=2e-6)
+
+
+def test_dtypes():
+    module = Functional("nnx", **PATTERN, dtype=jnp.bfloat16)
+    assert module.apply(module.params, inputs()).dtype == jnp.bfloat16
+    assert all(array.dtype == jnp.float32 for array in jax.tree.leaves(module.params))
+    module = Functional("linen", **PATTERN, param_dtype=jnp.bfloat16)
+    assert all(array.dtype == jnp.bfloat16 for array in jax.tree.leaves(module.params))
+    assert module.apply(module.params, inputs()).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"qkv_features": 30}, "qkv_features=30 does not divide over num_heads=4"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must divide num_heads=4"),
+        ({"qkv_features": 20, "rope_theta": 100.0}, "a head has the odd width 5"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0 must be positive"),
+        ({"dilation_rates": (1, 32)}, "rate 32 above its segment length 16"),
+    ],
+)
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_wrong_arguments(library, arguments, words, unchecked):
+    with pytest.raises(ValueError, match=".") as caught:
+        Functional(library, **{**PATTERN, **arguments})
+    assert words in str(caught.value)
