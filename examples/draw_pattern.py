@@ -47,7 +47,7 @@ def draw_ring(axes: Axes) -> None:
             (x, y), tuple(target), shrinkA=42, shrinkB=42, arrowstyle="->", mutation_scale=14, color=COLORS[device]
         )
         axes.add_patch(arrow)
-    axes.text(0, 0, "only the kept rows\nof keys and values travel", ha="center", va="center")
+    axes.text(0, 0, "only the kept\nrows of keys\nand values\ntravel", ha="center", va="center")
     axes.set(title="the ring of branch (32, 4)", xlim=(-1.6, 1.6), ylim=(-1.4, 1.4), aspect="equal")
     axes.axis("off")
 

@@ -76,11 +76,10 @@ def forward(query: Array, keys: Keys, mask: Mask, scale: float, partial: Partial
         query, first, last, (start, stop, is_whole), partial = tile
 
         def tile_of_keys(j, partial):
-            key, value, position = keys.key[j], keys.value[j], mask.position[j]
-            allowed = lambda logits: _masked(logits, first, last, position)
-            logits = _logits(query, key, scale)
-            logits = jax.lax.cond(is_whole[j % tiles_of_group], lambda x: x, allowed, logits)
-            return _add_logits(partial, logits, value)
+            key, value, interval = keys.key[j], keys.value[j], (first, last, mask.position[j])
+            whole = lambda partial: _add_logits(partial, _logits(query, key, scale), value)
+            cut = lambda partial: _add_logits(partial, _masked(_logits(query, key, scale), *interval), value)
+            return jax.lax.cond(is_whole[j % tiles_of_group], whole, cut, partial)
 
         return None, jax.lax.fori_loop(start, stop, tile_of_keys, partial)
 
@@ -154,11 +153,11 @@ def backward(queries: Queries, keys: Keys, mask: Mask, scale: float) -> tuple[Ar
 
         def tile_of_keys(j, grads):
             query_grad, keys_grad = grads
-            key, value, position = keys.key[j], keys.value[j], mask.position[j]
-            allowed = lambda logits: _masked(logits, first, last, position)
-            logits = _logits(tile_queries.query, key, scale)
-            logits = jax.lax.cond(is_whole[j % tiles_of_group], lambda x: x, allowed, logits)
-            dq, dk, dv = _tile_gradients(tile_queries, logits, Keys(key, value), scale)
+            tile_keys, interval = Keys(keys.key[j], keys.value[j]), (first, last, mask.position[j])
+            logits = lambda: _logits(tile_queries.query, tile_keys.key, scale)
+            whole = lambda: _tile_gradients(tile_queries, logits(), tile_keys, scale)
+            cut = lambda: _tile_gradients(tile_queries, _masked(logits(), *interval), tile_keys, scale)
+            dq, dk, dv = jax.lax.cond(is_whole[j % tiles_of_group], whole, cut)
             keys_grad = Keys(keys_grad.key.at[j].add(dk), keys_grad.value.at[j].add(dv))
             return query_grad + dq, keys_grad
 

@@ -1,5 +1,7 @@
 """What eight-device programs compile to: the hops of the schedule, the kept rows alone, memory that shrinks."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,11 +88,12 @@ def test_nothing_of_the_whole_length_is_on_a_device(gradient):
 def test_a_tensor_axis_adds_no_collective(kind):
     mesh = make_mesh(kind, seq=2, tensor=2)
     arguments = {"segment_lengths": (32, 64), "dilation_rates": (4, 8), "is_causal": True}
-    shape = jax.ShapeDtypeStruct((1, 128, 4, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P(None, "seq", "tensor")))
-    call = lambda *arrays: ring_dilated_attention(*arrays, mesh=mesh, **arguments)
-    text = (
-        jax.jit(lambda *arrays: jax.vjp(call, *arrays)[1](arrays[0])).lower(shape, shape, shape).compile().as_text()
+    shape = jax.ShapeDtypeStruct(
+        (1, 128, 4, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P(None, "seq", "tensor"))
     )
+    call = lambda *arrays: ring_dilated_attention(*arrays, mesh=mesh, **arguments)
+    gradient = jax.jit(lambda *arrays: jax.vjp(call, *arrays)[1](arrays[0]))
+    text = gradient.lower(shape, shape, shape).compile().as_text()
     for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
         assert f"{collective}(" not in text
 
@@ -104,7 +107,7 @@ def test_bytes_on_a_device_halve_when_the_devices_double(gradient, monkeypatch):
     for count in (2, 4, 8):
         memory = compile_attention(make_mesh(seq=count), 8192, gradient=gradient, **arguments).memory_analysis()
         used.append(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes)
-    for more, fewer in zip(used, used[1:], strict=False):
+    for more, fewer in itertools.pairwise(used):
         assert fewer <= 0.55 * more
 
 

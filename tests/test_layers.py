@@ -34,7 +34,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" if node.module == "ringjax" else node.module for alias in node.names}
+            names |= {
+                f"{node.module}.{alias.name}" if node.module == "ringjax" else node.module for alias in node.names
+            }
     return names
 
 

@@ -93,9 +93,7 @@ def test_the_oracle_is_softmax_attention():
     """With one branch (T, 1) the oracle is plain attention, in NumPy and in JAX's own float32 implementation."""
     query, key, value = random_arguments(16, (4, 2), widths=(6, 6))
     for is_causal in (False, True):
-        out = reference_results(
-            (query, key, value), segment_lengths=(16,), dilation_rates=(1,), is_causal=is_causal
-        )[0]
+        out = reference_results((query, key, value), segment_lengths=(16,), dilation_rates=(1,), is_causal=is_causal)[0]
         logits = np.einsum("btnh,bsnh->bnts", query, key.repeat(2, axis=2)) / np.sqrt(6)
         weights = np.exp(np.where(np.tri(16, dtype=bool) | (not is_causal), logits, -np.inf))
         weights /= weights.sum(axis=-1, keepdims=True)

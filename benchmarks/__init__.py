@@ -1,0 +1,1 @@
+"""Benchmarks, each named as the claim that it measures: `python -m benchmarks.NAME`."""

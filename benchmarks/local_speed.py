@@ -1,0 +1,64 @@
+"""One device's attention as a share of the rate at which the machine runs the least loop that it must contain.
+
+`python -m benchmarks.local_speed`
+"""
+
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ringjax
+from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns, yardsticks
+
+CASES = {
+    "full, T=8192": (8192, (8192,), (1,), False),
+    "causal, T=8192": (8192, (8192,), (1,), True),
+    "many short segments, T=8192": (8192, (64,), (1,), False),
+    "LongNet, causal, T=32768": (32768, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), True),
+}
+
+
+def calls_of(length: int, segment_lengths: Any, dilation_rates: Any, is_causal: bool) -> tuple[float, Any, Any]:
+    """Returns the operations of the kept pairs, the forward call, and the call of the gradient."""
+    arrays = [jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, 1, length, HEADS, WIDTH))]
+    pairs = sum(length * w / r**2 for w, r in zip(segment_lengths, dilation_rates, strict=True))
+    operations = 4 * HEADS * WIDTH * pairs / (2 if is_causal else 1)
+
+    def attend(*arrays: jax.Array) -> Any:
+        return ringjax.ring_dilated_attention(
+            *arrays, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal
+        )
+
+    forward = jax.jit(attend)
+    gradient = jax.jit(jax.grad(lambda *arrays: attend(*arrays).sum(), (0, 1, 2)))
+    return operations, lambda: forward(*arrays), lambda: gradient(*arrays)
+
+
+def main() -> None:
+    """Measures each case beside the yardsticks, and writes the table."""
+    rows = []
+    for name, case in CASES.items():
+        operations, forward, gradient = calls_of(*case)
+        yards = yardsticks()
+        calls = {**{yard: call for yard, (_, call) in yards.items()}, "forward": forward, "gradient": gradient}
+        seconds = time_in_turns(calls)
+        yard = max(best_rate(count, seconds[key]) for key, (count, _) in yards.items())
+        for direction, factor in (("forward", 1.0), ("gradient", 3.5)):
+            share = best_rate(factor * operations, seconds[direction]) / yard
+            rows.append(
+                {
+                    "case": name,
+                    "direction": direction,
+                    "rate over yardstick": share,
+                    "median rate over yardstick": factor * operations / statistics.median(seconds[direction]) / yard,
+                    "spread of times": spread(seconds[direction]),
+                }
+            )
+    save("local_speed", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The examples in docstrings and in the README run, and the README's commands are those that are tested."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MODULES = ["_attention", "_pattern", "_reference", "linen", "nn"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    module = importlib.import_module(f"ringjax.{name}")
+    tests = doctest.DocTestFinder(exclude_empty=True).find(module, globs={**vars(module), "jax": jax, "jnp": jnp})
+    results = [doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test) for test in tests]
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_code_of_the_readme(index):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    assert len([line for line in blocks[index].splitlines() if line]) <= 15
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", blocks[index]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert index == 1 or ("(1, 4096, 64)" in result.stdout and "'seq'" in result.stdout)
+
+
+def test_commands_of_the_readme():
+    commands = [line.strip() for line in README.splitlines() if line.startswith("    python -m venv")]
+    assert len(commands) == 2
+    assert commands[0].endswith("examples/train_lm.py")
+    tests = commands[1].rsplit("&&", 1)[1].split(maxsplit=1)[1]
+    assert tests in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_picture_is_that_of_its_code(tmp_path):
+    path = tmp_path / "pattern.svg"
+    subprocess.run(
+        [sys.executable, ROOT / "examples" / "draw_pattern.py", path],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    shapes = lambda text: sorted(re.findall(r"(?:fill|stroke): (#\w+)", text))
+    assert shapes(path.read_text()) == shapes((ROOT / "docs" / "pattern.svg").read_text())
