@@ -54,14 +54,14 @@ class Placement(NamedTuple):
         padding = -array.shape[-3] % self.num_shards if self.axis_name in self.mapped else 0
         if padding:
             array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + [(0, padding), (0, 0), (0, 0)])
-        return self._reshard(array, self._spec(kind)) if self.is_explicit else array
+        return self.reshard(array, kind)
 
     def take_back(self, array: Array, length: int, axis: int) -> Array:
         """Cuts the padding off a result that is laid out as queries are."""
         if array.shape[axis] == length:
             return array
         if self.is_explicit:  # a sharded length cannot be cut to one that the mesh does not divide
-            array = self._reshard(array, self._spec("q", is_length_sharded=False))
+            array = self.reshard(array, "q", is_length_sharded=False)
         return jax.lax.slice_in_dim(array, 0, length, axis=axis)
 
     def _spec(self, kind: str, is_length_sharded: bool = True) -> P:
@@ -69,9 +69,11 @@ class Placement(NamedTuple):
         heads = self.heads if kind == "q" else self.kv_heads
         return P(*(axes or None for axes in self.batch), length, heads or None)
 
-    def _reshard(self, array: Array, spec: P) -> Array:
-        assert self.mesh is not None
-        return jax.sharding.reshard(array, NamedSharding(self.mesh, spec))
+    def reshard(self, array: Array, kind: str, is_length_sharded: bool = True) -> Array:
+        """Gives an array the type that `map` takes; only typed axes ask for it."""
+        if self.mesh is None or not self.is_explicit:
+            return array
+        return jax.sharding.reshard(array, NamedSharding(self.mesh, self._spec(kind, is_length_sharded)))
 
 
 def find_placement(
