@@ -158,16 +158,23 @@ def backward(queries: Queries, keys: Keys, mask: Mask, scale: float) -> tuple[Ar
             whole = lambda: _tile_gradients(tile_queries, logits(), tile_keys, scale)
             cut = lambda: _tile_gradients(tile_queries, _masked(logits(), *interval), tile_keys, scale)
             dq, dk, dv = jax.lax.cond(is_whole[j % tiles_of_group], whole, cut)
-            keys_grad = Keys(keys_grad.key.at[j].add(dk), keys_grad.value.at[j].add(dv))
-            return query_grad + dq, keys_grad
+            return query_grad + dq, Keys(_add_at(keys_grad.key, j, dk), _add_at(keys_grad.value, j, dv))
 
         query_grad = jnp.zeros_like(tile_queries.query, dtype)
         query_grad, keys_grad = jax.lax.fori_loop(start, stop, tile_of_keys, (query_grad, keys_grad))
         return keys_grad, query_grad
 
-    keys_grad = Keys(*(jnp.zeros_like(array, dtype) for array in keys))
+    # The gradients of keys and values are summed with their rows last: the other way around, each tile of weights would
+    # have to be transposed for the product, here the narrow tile of queries is.
+    transpose = lambda keys: Keys(*(array.swapaxes(-1, -2) for array in keys))
+    keys_grad = transpose(Keys(*(jnp.zeros_like(array, dtype) for array in keys)))
     keys_grad, query_grad = jax.lax.scan(tile_of_queries, keys_grad, (queries, mask.first, mask.last, mask.visits))
-    return query_grad, keys_grad
+    return query_grad, transpose(keys_grad)
+
+
+def _add_at(array: Array, index: Array, addend: Array) -> Array:
+    # A slice read and written back stays in place; as a scatter it would be serial on CPUs.
+    return jax.lax.dynamic_update_index_in_dim(array, array[index] + addend, index, axis=0)
 
 
 def _tile_gradients(queries: Queries, logits: Array, keys: Keys, scale: float) -> tuple[Array, Array, Array]:
@@ -178,8 +185,8 @@ def _tile_gradients(queries: Queries, logits: Array, keys: Keys, scale: float) -
     weights_grad = jnp.einsum("bckgqv,bckjv->bckgqj", out_grad, value, preferred_element_type=dtype)
     logits_grad = (weights * (weights_grad - delta[..., None]) * scale).astype(jnp.result_type(query, key))
     weights = weights.astype(out_grad.dtype)
-    value_grad = jnp.einsum("bckgqj,bckgqv->bckjv", weights, out_grad, preferred_element_type=dtype)
-    key_grad = jnp.einsum("bckgqj,bckgqh->bckjh", logits_grad, query, preferred_element_type=dtype)
+    value_grad = jnp.einsum("bckgqv,bckgqj->bckvj", out_grad, weights, preferred_element_type=dtype)
+    key_grad = jnp.einsum("bckgqh,bckgqj->bckhj", query, logits_grad, preferred_element_type=dtype)
     query_grad = jnp.einsum("bckgqj,bckjh->bckgqh", logits_grad, key, preferred_element_type=dtype)
     return query_grad, key_grad, value_grad
 
