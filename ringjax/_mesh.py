@@ -1,5 +1,6 @@
 """Which mesh a call runs on, and how its arrays lie on it."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,7 +96,8 @@ def find_placement(
     if context.manual_axes:
         mesh = context  # inside the caller's shard_map no other mesh is possible
     elif mesh is None:
-        mesh = next(filter(None, map(_mesh_of, (query, key, value))), None) or _mesh_of_context(context)
+        carried = filter(None, map(_mesh_of, (query, key, value)))
+        mesh = next(carried, None if context.empty else context)
     if mesh is None:
         return Placement()
 
@@ -129,10 +131,6 @@ def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
-def _mesh_of_context(context: AbstractMesh) -> Mesh | AbstractMesh | None:
-    return None if context.empty else context
-
-
 def _cut(array: Array) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
     """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
     if isinstance(array, Tracer):
@@ -150,7 +148,7 @@ def _check_lengths(lengths: dict[str, Axes], axis_name: str) -> None:
         if axes not in ((), (axis_name,)):
             raise ValueError(
                 f"the length of {name} is sharded over {axes}, but axis_name={axis_name!r}: "
-                f"pass axis_name={axes[0]!r}, or shard the length over {axis_name!r} alone"
+                f"shard the length over {axis_name!r} alone, or name its one axis with axis_name"
             )
 
 
@@ -165,9 +163,7 @@ def _split_heads(
 ) -> dict[str, Axes]:
     # Key/value heads follow the query heads where the axes divide them. Fewer heads than devices stay whole, and each
     # device picks the one that its query heads share.
-    shards = 1
-    for axis in heads:
-        shards *= mesh.shape[axis]
+    shards = math.prod(mesh.shape[axis] for axis in heads)
     for name, axes in kv_heads.items():
         if axes not in ((), heads):
             raise ValueError(

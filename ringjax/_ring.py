@@ -1,7 +1,7 @@
 """The ring: one rotation, one scan for each direction, and the differentiation rule around them.
 
-The only module that names a mesh axis. Everything here sees one shard: B batch, n tokens of the shard, K key/value
-heads, G query heads of each, N = K * G, H and V the widths.
+The only module that communicates along a mesh axis. Everything below the rule sees one shard: B batch, n tokens of the
+shard, K key/value heads, G query heads of each, N = K * G, H and V the widths.
 """
 
 import dataclasses
