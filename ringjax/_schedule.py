@@ -29,6 +29,7 @@ class BranchSchedule:
     length: int
     shard_length: int
     num_shards: int
+    max_block_rows: int = MAX_BLOCK_ROWS
 
     # Rings: shards between two boundaries that are boundaries of segments as well share nothing with the others.
 
@@ -119,7 +120,7 @@ class BranchSchedule:
     @property
     def num_blocks(self) -> int:
         """The number of blocks of a chunk."""
-        return -(-self.num_rows // MAX_BLOCK_ROWS)
+        return -(-self.num_rows // self.max_block_rows)
 
     @property
     def block_rows(self) -> int:
@@ -129,7 +130,7 @@ class BranchSchedule:
     @functools.cached_property
     def chunks_per_tile(self) -> int:
         """The number of chunks that one tile computes side by side: a divisor of the number of chunks."""
-        most = max(1, MAX_BLOCK_ROWS // self.block_rows)
+        most = max(1, self.max_block_rows // self.block_rows)
         return max(count for count in range(1, min(most, self.num_chunks) + 1) if self.num_chunks % count == 0)
 
     @property
@@ -145,7 +146,7 @@ class BranchSchedule:
 
 @functools.lru_cache(maxsize=1024)
 def make_schedule(
-    pattern: DilatedPattern, length: int, num_shards: int, num_kv_heads: int
+    pattern: DilatedPattern, length: int, num_shards: int, num_kv_heads: int, max_block_rows: int = MAX_BLOCK_ROWS
 ) -> tuple[BranchSchedule, ...]:
     """Returns the schedule of each branch for `length` tokens, padded to equal shards, and `num_kv_heads` heads."""
     shard_length = -(-length // num_shards)
@@ -154,5 +155,5 @@ def make_schedule(
         # Beyond the sequence and the heads, larger numbers change nothing; clipping keeps them within 32 bits.
         rate = min(dilation_rate, max(length, num_kv_heads))
         segment = min(segment_length, max(num_shards * shard_length, rate))
-        branches.append(BranchSchedule(segment, rate, length, shard_length, num_shards))
+        branches.append(BranchSchedule(segment, rate, length, shard_length, num_shards, max_block_rows))
     return tuple(branches)

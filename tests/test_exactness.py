@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
-from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
+from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results, use_small_blocks
 
 from ringjax import ring_dilated_attention
 
@@ -51,7 +51,7 @@ def test_ring_equals_oracle(name, ring_size, is_causal):
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_many_blocks_equal_the_oracle(ring_size, is_causal, monkeypatch):
     """With several blocks to a chunk, and chunks side by side in a tile, some tiles whole, cut and left out."""
-    monkeypatch.setattr("ringjax._schedule.MAX_BLOCK_ROWS", 8)
+    use_small_blocks(monkeypatch, rows=8)
     arguments = {"segment_lengths": (4, 23, 92), "dilation_rates": (1, 1, 2), "is_causal": is_causal}
     arrays = random_arguments(92, (2, 1))
     actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
