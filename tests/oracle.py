@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +74,6 @@ def _reference(arguments: Any) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, atol: float = 1e-9) -> None:
-    for name, one, other in zip(NAMES, actual, expected, strict=True):
-        assert one.shape == other.shape, name
-        np.testing.assert_allclose(one, other, rtol=0, atol=atol, err_msg=name)
+    actual, expected = (dict(zip(NAMES, results, strict=True)) for results in (actual, expected))
+    chex.assert_trees_all_equal_shapes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=0, atol=atol)
