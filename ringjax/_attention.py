@@ -4,17 +4,21 @@ import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from ringjax._mesh import find_placement
 from ringjax._pattern import DilatedPattern, Offsets
-from ringjax._ring import Plan, ring_attention
-from ringjax._schedule import make_schedule
+from ringjax._plan import Plan
+from ringjax._rule import STRATEGIES, ring_attention
+from ringjax._schedule import choose_block_size, make_schedule
+
+Strategy = Literal["ring", "all_gather"]
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -30,6 +34,8 @@ def ring_dilated_attention(
     scale: float | None = None,
     offsets: Offsets = "interleaved",
     return_residual: bool = False,
+    strategy: Strategy = "ring",
+    block_size: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
@@ -54,6 +60,10 @@ def ring_dilated_attention(
       scale: what the logits are multiplied with, a number; ``1 / sqrt(H)`` by default.
       offsets: ``"interleaved"`` or ``"blocked"``, see :class:`DilatedPattern`.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
+      strategy: ``"ring"`` to send keys and values around, in O(T / p) memory, or ``"all_gather"`` to bring those of a
+        segment to each of its devices at once, in O(segment length / dilation rate) memory; the results are the same.
+      block_size: the most rows of queries, and of keys, whose logits are computed at once; chosen from the shapes by
+        default. Smaller blocks take less memory and, where they are cut by a mask, less work; larger ones run faster.
       mesh: the mesh to run on.
       axis_name: the mesh axis that the sequence is sharded along.
 
@@ -63,8 +73,9 @@ def ring_dilated_attention(
       zero gradient. Sums are accumulated in float32 at least.
 
     Raises:
-      ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), a
-        `mesh` without `axis_name`, or a length that is sharded over another axis.
+      ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
+        unknown strategy, a block size below 1, a `mesh` without `axis_name`, or a length that is sharded over another
+        axis.
       TypeError: for arguments of another dtype.
       NotImplementedError: when differentiated twice.
 
@@ -81,14 +92,29 @@ def ring_dilated_attention(
         scale = 1 / math.sqrt(query.shape[-1])
     elif not isinstance(scale, numbers.Real):
         raise TypeError(f"scale={scale!r} must be a number, known when the call is traced")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
+    if block_size is None:
+        block_size = choose_block_size(math.prod(query.shape[:-3]) * query.shape[-2], query.dtype.itemsize)
+    elif not isinstance(block_size, numbers.Integral) or block_size < 1:
+        raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
+    if scale <= 0:  # below, scales are positive: the sign goes to the keys
+        key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name)
     plan = Plan(
         pattern=pattern,
-        branches=make_schedule(pattern, placement.length(query), placement.num_shards, key.shape[-2]),
+        branches=make_schedule(
+            pattern,
+            placement.length(query),
+            placement.num_shards,
+            key.shape[-2],
+            is_causal=bool(is_causal),
+            max_block_rows=int(block_size),
+        ),
         num_kv_heads=key.shape[-2],
-        is_causal=bool(is_causal),
         scale=float(scale),
         placement=placement,
+        strategy=strategy,
     )
     out, lse = _attend(query, key, value, plan)
     return (out, lse) if return_residual else out

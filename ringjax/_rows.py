@@ -4,14 +4,19 @@ B batch, n tokens of the shard, K key/value heads, O their offsets (1 where all 
 chunks of a tile, R rows (slots) of a block.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Int, Integer, Shaped, UInt
 
 from ringjax._block import NOWHERE, Mask, find_visits
 from ringjax._schedule import BranchSchedule
+
+Combine = Callable[[Array, Array], Array]
 
 
 class Rows(NamedTuple):
@@ -22,47 +27,62 @@ class Rows(NamedTuple):
     offset: UInt[Array, "O"]
     all_offsets: UInt[Array, "A"]
 
-    def tokens(self) -> tuple[Int[Array, "I C O R"], Bool[Array, "I C O R"]]:
-        """Returns the global number of the token in each slot, and whether there is one."""
+    def of_group(self, group: Any) -> "Rows":
+        """Returns the rows of one of the groups of the shard."""
+        return self._replace(branch=self.branch.of_group(), shard=self.shard * self.branch.num_groups + group)
+
+    def take(
+        self, tokens: Shaped[Array, "B n K GH"], groups: int | None = None
+    ) -> Shaped[Array, "I B C K R H"] | Shaped[Array, "I B C K G R H"]:
+        """Takes the kept rows of the shard's tokens; of queries, with the groups G apart. Empty slots are junk."""
         branch = self.branch
-        tile = _count(branch.num_tiles)[:, None, None, None]
-        chunk = tile // branch.num_blocks * branch.chunks_per_tile
-        chunk = chunk + _count(branch.chunks_per_tile)[:, None, None]  # [I, C, 1, 1]
-        slot = _count(branch.block_rows) + tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, R]
-        token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset[:, None])
-        return token.astype(jnp.int32), is_row
+        if branch.is_strided:
+            rows = _take_one(self._split(tokens), self.offset)  # [B, chunks * rows, K, ..., H]
+        else:
+            slots = branch.num_blocks * branch.block_rows
+            chunk, slot = _count(branch.num_chunks)[:, None, None], _count(slots)[:, None]
+            token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset)
+            index = jnp.where(is_row, token - self.shard * branch.shard_length, 0)  # [chunks, slots, O]
+            rows = _take(tokens, rearrange(index, "c s O -> (c s) O"))
+        rows = self._resize(rows, branch.num_blocks * branch.block_rows)
+        sizes = {"C": branch.chunks_per_tile, "R": branch.block_rows}
+        if groups is None:
+            return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
+        return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
 
-    def after(self, step: Any) -> "Rows":
-        """Returns the rows that are at this shard after `step` rotations along its ring."""
-        return self._replace(shard=self.branch.source(self.shard, step))
-
-    def outline(self) -> "Rows":
-        """Returns the rows of all offsets on the mesh: the same wherever heads are, so that no axis has to reduce."""
-        return self._replace(offset=self.all_offsets)
-
-    def take(self, tokens: Shaped[Array, "B n K *rest"]) -> Shaped[Array, "I B C K *rest_of_rows"]:
-        """Takes the kept rows [I, B, C, K, ..., R, H] of the shard's tokens [B, n, K, ..., H]; empty slots are junk."""
+    def put(
+        self,
+        tokens: Shaped[Array, "B n K GH"],
+        rows: Shaped[Array, "I B C K R H"] | Shaped[Array, "I B C K G R H"],
+        combine: Combine = lambda token, row: row,
+    ) -> Shaped[Array, "B n K GH"]:
+        """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
         branch = self.branch
-        if not branch.is_identity:
-            token, is_row = self.tokens()
-            index = jnp.where(is_row, token - self.shard * branch.shard_length, 0)  # [I, C, O, R]
-            tokens = _take(tokens, rearrange(index, "I C O R -> (I C R) O"))  # [B, I * C * R, K, ..., H]
-        return rearrange(tokens, "B (I C R) K ... H -> I B C K ... R H", C=branch.chunks_per_tile, R=branch.block_rows)
-
-    def put(self, rows: Shaped[Array, "I B C K *rest_of_rows"], fill: float = 0.0) -> Shaped[Array, "B n K *rest"]:
-        """Returns the shard's tokens [B, n, K, ..., H]: their kept rows [I, B, C, K, ..., R, H], elsewhere `fill`."""
-        branch = self.branch
-        rows = rearrange(rows, "I B C K ... R H -> B (I C R) K ... H")
-        if branch.is_identity:
-            return rows
+        if rows.ndim == 6:
+            rows = rows[:, :, :, :, None]
+        rows = rearrange(rows, "I B C K G R H -> B (I C R) K (G H)")
+        if branch.is_strided:
+            rows = self._resize(rows, branch.num_rows)
+            return _put_one(self._split(tokens), rows, self.offset, combine).reshape(tokens.shape)
         shard = self.shard.astype(jnp.uint32)
         token = shard * branch.shard_length + _count(branch.shard_length)[:, None]  # [n, 1]
         chunk, slot = branch.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
         is_kept = branch.is_kept(token, self.offset)  # [n, O]
-        # Chunks stand side by side only where each is one block, so slots follow one another chunk by chunk.
         index = jnp.where(is_kept, chunk * (branch.num_blocks * branch.block_rows) + slot, 0)
-        is_kept = is_kept.reshape(*is_kept.shape, *[1] * (rows.ndim - 3))
-        return jnp.where(is_kept, _take(rows, index), fill)
+        return jnp.where(is_kept[..., None], combine(tokens, _take(rows, index)), tokens)
+
+    def _split(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m r K D"]:
+        return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.branch.dilation_rate)
+
+    def _resize(self, rows: Shaped[Array, "B m K D"], size: int) -> Shaped[Array, "B M K D"]:
+        """Gives each chunk `size` slots: empty ones are added or removed at its end."""
+        chunks = rearrange(rows, "B (c s) ... -> B c s ...", c=self.branch.num_chunks)
+        missing = size - chunks.shape[2]
+        if missing:
+            chunks = jax.lax.pad(
+                chunks, jnp.zeros((), rows.dtype), [(0, missing if axis == 2 else 0, 0) for axis in range(chunks.ndim)]
+            )
+        return rearrange(chunks, "B c s ... -> B (c s) ...")
 
 
 def _count(stop: int) -> UInt[Array, "stop"]:
@@ -70,19 +90,118 @@ def _count(stop: int) -> UInt[Array, "stop"]:
     return jnp.arange(stop, dtype=jnp.uint32)
 
 
-def _take(array: Shaped[Array, "B m K *rest"], index: Integer[Array, "M O"]) -> Shaped[Array, "B M K *rest"]:
+def _take(array: Shaped[Array, "B m K D"], index: Integer[Array, "M O"]) -> Shaped[Array, "B M K D"]:
     # One gather of whole vectors for each head: along a sharded head axis it stays local.
-    index = index.reshape(1, *index.shape, *[1] * (array.ndim - 3))
-    return jnp.take_along_axis(array, index, axis=1, mode="promise_in_bounds")
+    return jnp.take_along_axis(array, index[None, :, :, None], axis=1, mode="promise_in_bounds")
 
 
-def make_mask(query_rows: Rows, key_rows: Rows, is_causal: bool, is_new: Any) -> Mask:
-    """Returns which queries attend to which keys: those of their segment; nothing where the rows are not new."""
+# One of r tokens for each head. CPUs copy one slice for each head of a batch of heads, in one piece, and touch none of
+# the other tokens. Elsewhere gathers and scatters transpose all of their operand, and a selection is one fused pass.
+# Both stay local along a sharded head axis.
 
-    def positions(queries: Rows, keys: Rows) -> tuple[Array, Array, Array]:
+
+def _take_one(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+    if split.shape[2] == 1:
+        return split[:, :, 0]
+    return jax.lax.platform_dependent(split, offset, cpu=take_slices, default=take_selected)
+
+
+def _put_one(
+    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
+) -> Shaped[Array, "B m r K D"]:
+    if split.shape[2] == 1:
+        return combine(split[:, :, 0], rows)[:, :, None]
+    put = {"cpu": put_slices, "default": put_selected}
+    put = {platform: functools.partial(function, combine=combine) for platform, function in put.items()}
+    return jax.lax.platform_dependent(split, rows, offset, **put)
+
+
+def take_selected(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+    """Returns the token number `offset` of each r, by selection."""
+    return jnp.where(_is_offset(split, offset), split, 0).sum(axis=2, dtype=split.dtype)
+
+
+def put_selected(
+    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
+) -> Shaped[Array, "B m r K D"]:
+    """Replaces the token number `offset` of each r, by selection."""
+    return jnp.where(_is_offset(split, offset), combine(split, rows[:, :, None]), split)
+
+
+def _is_offset(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Bool[Array, "r O 1"]:
+    return (_count(split.shape[2])[:, None] == offset)[..., None]
+
+
+def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+    """Returns the token number `offset` of each r, slice by slice."""
+    batch, count, _, heads, width = split.shape
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=(0, 1, 3),
+        collapsed_slice_dims=(2,),
+        start_index_map=(2,),
+        operand_batching_dims=(3,),
+        start_indices_batching_dims=(0,),
+    )
+    sizes = (batch, count, 1, 1, width)
+    return jax.lax.gather(split, _of_heads(offset, heads), numbers, sizes, mode="promise_in_bounds")
+
+
+def put_slices(
+    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
+) -> Shaped[Array, "B m r K D"]:
+    """Replaces the token number `offset` of each r, slice by slice."""
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(0, 1, 3),
+        inserted_window_dims=(2,),
+        scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(3,),
+        scatter_indices_batching_dims=(0,),
+    )
+    index = _of_heads(offset, split.shape[3])
+    rows = combine(take_slices(split, offset), rows)
+    return jax.lax.scatter(
+        split, index, rows, numbers, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
+    )
+
+
+def _of_heads(offset: UInt[Array, "O"], heads: int) -> Int[Array, "K 1"]:
+    return jnp.broadcast_to(offset, heads).astype(jnp.int32)[:, None]
+
+
+class Slots(NamedTuple):
+    """Where rows are when they are computed: whose they are, and whether the halves of balanced shards are swapped."""
+
+    rows: Rows
+    shards: Int[Array, "S"]
+    is_swapped: bool
+
+    def tokens(self) -> tuple[Int[Array, "J C O R"], Bool[Array, "J C O R"]]:
+        """Returns the global number of the token in each slot of each shard's tiles, and whether there is one."""
+        branch = self.rows.branch
+        shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
+        tile = _count(branch.num_tiles)[:, None, None, None]
+        chunk = tile // branch.num_blocks * branch.chunks_per_tile
+        chunk = chunk + _count(branch.chunks_per_tile)[:, None, None]  # [I, C, 1, 1]
+        slot = _count(branch.block_rows) + tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, R]
+        if self.is_swapped:
+            shard, slot = branch.origin(shard, slot)
+        token, is_row = branch.slot_token(shard, chunk, slot, self.rows.offset[:, None])  # [S, I, C, O, R]
+        flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
+        return flat(token.astype(jnp.int32)), flat(is_row)
+
+    def outline(self) -> "Slots":
+        """Returns the slots of all offsets on the mesh: the same wherever heads are, so that no axis has to reduce."""
+        return self._replace(rows=self.rows._replace(offset=self.rows.all_offsets))
+
+
+def make_mask(queries: Slots, keys: Slots, is_new: Any = True) -> Mask:
+    """Returns which queries attend to which keys: those of their segment; nothing where the keys are not new."""
+    branch = queries.rows.branch
+
+    def positions(queries: Slots, keys: Slots) -> tuple[Array, Array, Array]:
         token, is_row = queries.tokens()
-        first = token - token % queries.branch.segment_length
-        last = token if is_causal else first + (queries.branch.segment_length - 1)
+        first = token - token % branch.segment_length
+        last = token if branch.is_causal else first + (branch.segment_length - 1)
         position, is_key = keys.tokens()
         return (
             jnp.where(is_row, first, NOWHERE),
@@ -90,6 +209,5 @@ def make_mask(query_rows: Rows, key_rows: Rows, is_causal: bool, is_new: Any) ->
             jnp.where(is_key & is_new, position, NOWHERE),
         )
 
-    groups = query_rows.branch.num_tiles // query_rows.branch.num_blocks
-    visits = find_visits(*positions(query_rows.outline(), key_rows.outline()), groups)
-    return Mask(*positions(query_rows, key_rows), visits)
+    visits = find_visits(*positions(queries.outline(), keys.outline()), branch.num_tiles // branch.num_blocks)
+    return Mask(*positions(queries, keys), visits)

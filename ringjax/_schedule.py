@@ -1,4 +1,4 @@
-"""The schedule: which rows each shard keeps, which shards form a ring, and how far the rows travel, in integers alone.
+"""The schedule: which rows each shard keeps, which shards form a ring, and where rows are computed, in integers alone.
 
 Every function here uses arithmetic operators only, so that the same line serves Python integers, NumPy arrays (the
 tests) and traced JAX integers (the shard's own number inside shard_map).
@@ -11,8 +11,21 @@ from typing import Any
 
 from ringjax._pattern import DilatedPattern
 
-# Rows of queries, and of keys, that one tile of logits spans at most.
 MAX_BLOCK_ROWS = 512
+MIN_BLOCK_ROWS = 64
+MAX_LOGITS = 2**24
+
+
+def choose_block_size(batch_heads: int, itemsize: int) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans.
+
+    Logits are as wide for narrow rows, beside which they weigh more; and many batches and heads make a tile by
+    themselves: then it spans fewer rows.
+    """
+    rows = min(128 * itemsize, MAX_BLOCK_ROWS)
+    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
+        rows //= 2
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +42,7 @@ class BranchSchedule:
     length: int
     shard_length: int
     num_shards: int
+    is_causal: bool = False
     max_block_rows: int = MAX_BLOCK_ROWS
 
     # Rings: shards between two boundaries that are boundaries of segments as well share nothing with the others.
@@ -57,25 +71,37 @@ class BranchSchedule:
         """Returns the (source, destination) pairs that move every shard's rows by `hops` shards along its ring."""
         return tuple((self.source(shard, hops), shard) for shard in range(self.num_shards))
 
+    @property
+    def group_size(self) -> int:
+        """The number of consecutive shards that gather together: a ring; all shards where the last ring is shorter."""
+        return self.num_shards if self.num_shards % self.ring_size else self.ring_size
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The shards that gather together."""
+        size = self.group_size
+        return [list(range(first, first + size)) for first in range(0, self.num_shards, size)]
+
     # Rows: the kept tokens of an offset are numbered through the whole sequence. The rank of a token counts the kept
     # tokens before it, which makes both directions arithmetic, whatever the geometry.
 
     def rank(self, token: Any, offset: Any) -> Any:
         """Returns the number of tokens before `token` that a head of this offset keeps."""
-        return (token // self.segment_length) * self._kept(self.segment_length, offset) + self._kept(
+        return (token // self.segment_length) * self.kept(self.segment_length, offset) + self.kept(
             token % self.segment_length, offset
         )
 
     def token(self, rank: Any, offset: Any) -> Any:
         """Returns the kept token of the given rank."""
-        kept = self._kept(self.segment_length, offset)
+        kept = self.kept(self.segment_length, offset)
         return (rank // kept) * self.segment_length + offset + (rank % kept) * self.dilation_rate
 
     def is_kept(self, token: Any, offset: Any) -> Any:
         """Returns whether a head of this offset keeps the token."""
         return ((token % self.segment_length) % self.dilation_rate == offset) & (token < self.length)
 
-    def _kept(self, tokens: Any, offset: Any) -> Any:
+    def kept(self, tokens: Any, offset: Any) -> Any:
+        """Returns the number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
         return (tokens + self.dilation_rate - 1 - offset) // self.dilation_rate
 
     # Chunks and slots.
@@ -119,8 +145,9 @@ class BranchSchedule:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of a chunk."""
-        return -(-self.num_rows // self.max_block_rows)
+        """The number of blocks of a chunk: even where its halves go to different shards."""
+        halves = 2 if self.is_balanced else 1
+        return halves * -(-self.num_rows // (halves * self.max_block_rows))
 
     @property
     def block_rows(self) -> int:
@@ -139,14 +166,76 @@ class BranchSchedule:
         return self.num_chunks // self.chunks_per_tile * self.num_blocks
 
     @property
-    def is_identity(self) -> bool:
-        """Whether the slots of a shard are its tokens, one for one."""
-        return self.dilation_rate == 1 and self.num_tiles * self.chunks_per_tile * self.block_rows == self.shard_length
+    def num_groups(self) -> int:
+        """The number of equal parts of a shard that have nothing to do with each other: the chunks of one tile each."""
+        is_exact = self.num_chunks * self.chunk_length == self.shard_length
+        return self.num_chunks // self.chunks_per_tile if is_exact else 1
+
+    def of_group(self) -> "BranchSchedule":
+        """Returns the schedule in which each group of each shard is a shard of its own."""
+        length, shards = self.shard_length // self.num_groups, self.num_shards * self.num_groups
+        return dataclasses.replace(self, shard_length=length, num_shards=shards)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots of a shard."""
+        return self.num_tiles * self.chunks_per_tile * self.block_rows
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether every head keeps one token, its offset, of each `dilation_rate` tokens of a shard, and no other."""
+        return (
+            self.num_chunks * self.chunk_length == self.shard_length
+            and self.chunk_length % self.dilation_rate == 0
+            and (self.ring_size == 1 or self._is_one_segment)
+        )
+
+    # Balance: in a causal ring a later shard has more keys to see, in each step all or nothing. So each shard cuts its
+    # slots in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 - j. It
+    # then has the halves 2j and 2(g-1-j) + 1, in order. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is
+    # after 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole
+    # halves, in the first one whole half and two triangles.
+
+    @property
+    def _is_one_segment(self) -> bool:
+        return self.segment_length >= min(self.ring_size * self.shard_length, self.length)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether shards swap halves to compute."""
+        return self.is_causal and self.ring_size > 1 and self._is_one_segment
+
+    def partner(self, shard: Any) -> Any:
+        """Returns the shard with which a shard swaps the second half of its slots."""
+        first, size = self.ring(shard)
+        return first + (size - 1 - (shard - first))
+
+    def is_late(self, shard: Any) -> Any:
+        """Returns whether a shard's own half comes after the one that it gets from its partner."""
+        first, size = self.ring(shard)
+        return 2 * (shard - first) + 1 > size
+
+    def origin(self, shard: Any, slot: Any) -> tuple[Any, Any]:
+        """Returns the shard and the slot that hold what `shard` computes in `slot`."""
+        if not self.is_balanced:
+            return shard, slot
+        half = self.num_slots // 2
+        is_swapped = (slot >= half) != self.is_late(shard)
+        return shard + is_swapped * (self.partner(shard) - shard), slot % half + is_swapped * half
+
+    def swap(self) -> tuple[tuple[int, int], ...]:
+        """Returns the (source, destination) pairs that swap the halves."""
+        return tuple((shard, self.partner(shard)) for shard in range(self.num_shards))
 
 
 @functools.lru_cache(maxsize=1024)
 def make_schedule(
-    pattern: DilatedPattern, length: int, num_shards: int, num_kv_heads: int, max_block_rows: int = MAX_BLOCK_ROWS
+    pattern: DilatedPattern,
+    length: int,
+    num_shards: int,
+    num_kv_heads: int,
+    is_causal: bool = False,
+    max_block_rows: int = MAX_BLOCK_ROWS,
 ) -> tuple[BranchSchedule, ...]:
     """Returns the schedule of each branch for `length` tokens, padded to equal shards, and `num_kv_heads` heads."""
     shard_length = -(-length // num_shards)
@@ -155,5 +244,5 @@ def make_schedule(
         # Beyond the sequence and the heads, larger numbers change nothing; clipping keeps them within 32 bits.
         rate = min(dilation_rate, max(length, num_kv_heads))
         segment = min(segment_length, max(num_shards * shard_length, rate))
-        branches.append(BranchSchedule(segment, rate, length, shard_length, num_shards, max_block_rows))
+        branches.append(BranchSchedule(segment, rate, length, shard_length, num_shards, is_causal, max_block_rows))
     return tuple(branches)

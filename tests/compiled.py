@@ -41,6 +41,22 @@ def permutes(text: str) -> list[Permute]:
     return found
 
 
+def loop_permutes(text: str) -> list[bool]:
+    """Returns for each permute inside a loop of a scheduled program whether another loop runs between start and end."""
+    computations = _computations(text)
+    found = []
+    for body in set(re.findall(r"body=%?([\w.\-]+)", text)):
+        lines = computations[body]
+        for index, line in enumerate(lines):
+            if re.search(r" collective-permute\(", line):  # synchronous: nothing runs meanwhile
+                found.append(False)
+            name = re.search(r"%?([\w.\-]+) = .*collective-permute-start\(", line)
+            if name:
+                end = next(i for i, other in enumerate(lines) if re.search(rf"-done\(%?{re.escape(name[1])}\)", other))
+                found.append(any(" while(" in other for other in lines[index:end]))
+    return found
+
+
 def has_dimension(text: str, size: int) -> bool:
     """Returns whether any array of a program has a dimension of this size."""
     return any(size in shape for _, shape in _arrays(text))

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import ringjax
-from ringjax._schedule import make_schedule
 
 NAMES = ("out", "lse", "query_grad", "key_grad", "value_grad")
 
@@ -19,12 +18,6 @@ def make_mesh(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
     count = int(np.prod(list(sizes.values())))
     axis_types = (kind,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=jax.devices()[:count])
-
-
-def use_small_blocks(monkeypatch: Any, rows: int) -> None:
-    """Makes blocks of at most so many rows, so that small calls have many of them."""
-    schedule = functools.partial(make_schedule, max_block_rows=rows)
-    monkeypatch.setattr("ringjax._attention.make_schedule", schedule)
 
 
 def random_arguments(

@@ -8,12 +8,13 @@ import pytest
 from compiled import has_dimension, permutes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import make_mesh, use_small_blocks
+from oracle import make_mesh
 
 from ringjax import DilatedPattern, ring_dilated_attention
+from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
 from ringjax._mesh import Placement
-from ringjax._ring import Plan
-from ringjax._rows import make_mask
+from ringjax._plan import Plan
+from ringjax._rows import Slots, make_mask
 from ringjax._schedule import make_schedule
 
 HEADS, WIDTH = 2, 6
@@ -30,41 +31,62 @@ def compile_attention(mesh, length, spec=("seq",), heads=(HEADS, HEADS), batch=1
         # The result is kept where its tokens are: what is read off the program is the attention's alone.
         return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P(None, *spec)))
 
-    function = call
-    if gradient:
-        function = lambda *arrays: jax.vjp(call, *arrays)[1](arrays[0])
-    return jax.jit(function).lower(*map(shape, (heads[0], heads[1], heads[1]))).compile()
+    function = (lambda out_grad, *arrays: jax.vjp(call, *arrays)[1](out_grad)) if gradient else call
+    counts = (heads[0], *heads, heads[1]) if gradient else (*heads, heads[1])
+    return jax.jit(function).lower(*map(shape, counts)).compile()
 
 
+def compile_backward(mesh, length, heads, **arguments):
+    """The backward alone: from the residuals and the cotangent."""
+    call = lambda *arrays: ring_dilated_attention(*arrays, mesh=mesh, **arguments)
+    shapes = [jax.ShapeDtypeStruct((1, length, count, WIDTH), jnp.float32) for count in (*heads, heads[1])]
+    shard = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(None, "seq")))
+    function = jax.eval_shape(lambda *arrays: jax.vjp(call, *arrays)[1], *shapes)
+    residuals = jax.tree.map(shard, function)
+    return jax.jit(lambda function, out_grad: function(out_grad)).lower(residuals, shard(shapes[0])).compile()
+
+
+def row_bytes(heads, kv_heads, batch=1):
+    """The bytes of one slot in float32."""
+    row = lambda heads: batch * heads * WIDTH * FLOAT
+    query, key, lse = row(heads), row(kv_heads), batch * heads * FLOAT
+    return RowBytes(query, key, key, query, lse, query_grad=query, key_grad=key, value_grad=key, out_grad=query)
+
+
+def sent(compiled):
+    return sum(permute.count * permute.bytes for permute in permutes(compiled.as_text()))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("segment_length", "rate", "length"), [(512, 1, 512), (128, 2, 512), (192, 1, 512), (96, 3, 384), (40, 2, 256)]
+    ("segment_length", "rate", "length", "heads"),
+    [
+        (512, 1, 512, (HEADS, HEADS)),
+        (128, 2, 512, (8, 1)),
+        (192, 1, 512, (HEADS, HEADS)),
+        (96, 3, 384, (HEADS, HEADS)),
+        (40, 2, 256, (8, 1)),
+    ],
 )
-def test_permutes_are_the_hops_of_the_schedule(segment_length, rate, length):
-    arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": True}
-    (branch,) = make_schedule(DilatedPattern((segment_length,), (rate,)), length, 8, HEADS)
-    rows = branch.num_tiles * branch.chunks_per_tile * branch.block_rows
-    row_bytes = rows * HEADS * WIDTH * FLOAT
+def test_what_is_sent_is_what_the_schedule_says(segment_length, rate, length, is_causal, heads):
+    arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
+    pattern = DilatedPattern((segment_length,), (rate,))
+    (branch,) = make_schedule(pattern, length, 8, heads[1], is_causal)
+    row = row_bytes(*heads)
     assert branch.ring_size > 1
+    assert queries_travel(row) == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
-    forward = permutes(compile_attention(mesh, length, **arguments).as_text())
-    assert sum(permute.count * permute.bytes for permute in forward) == (branch.ring_size - 1) * 2 * row_bytes
-    assert sum(permute.count for permute in forward) in ((branch.ring_size - 1), 2 * (branch.ring_size - 1))
-
-    both = permutes(compile_attention(mesh, length, gradient=True, **arguments).as_text())
-    # The queries travel, being lighter: with the output's cotangent, the lse, delta and the gradient.
-    backward = (branch.ring_size - 1) * (3 * row_bytes + 2 * rows * HEADS * FLOAT)
-    assert sum(permute.count * permute.bytes for permute in both) == (branch.ring_size - 1) * 2 * row_bytes + backward
-    for permute in (*forward, *both):
+    forward = compile_attention(mesh, length, heads=heads, **arguments)
+    rotated = (branch.ring_size - 1) * branch.num_slots * (row.key + row.value)
+    swapped = branch.num_slots // 2 * (row.query + row.key + row.value + row.out + row.lse)
+    assert branch.is_balanced == (is_causal and segment_length % (length // 8) == 0)
+    assert sent(forward) == forward_bytes(branch, row) == rotated + (swapped if branch.is_balanced else 0)
+    backward = compile_backward(mesh, length, heads, **arguments)
+    assert sent(backward) == backward_bytes(branch, row)
+    for permute in (*permutes(forward.as_text()), *permutes(backward.as_text())):
         for source, destination in permute.pairs:
             assert branch.ring(source)[0] == branch.ring(destination)[0]
-
-
-def test_few_key_value_heads_travel_instead_of_many_query_heads():
-    arguments = {"segment_lengths": (512,), "dilation_rates": (1,)}
-    both = permutes(compile_attention(make_mesh(seq=8), 512, heads=(8, 1), gradient=True, **arguments).as_text())
-    row_bytes = 64 * WIDTH * FLOAT
-    assert sum(permute.count * permute.bytes for permute in both) == 7 * 2 * row_bytes + 7 * 4 * row_bytes
 
 
 def test_segments_within_a_device_need_no_permute():
@@ -98,22 +120,23 @@ def test_a_tensor_axis_adds_no_collective(kind):
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_bytes_on_a_device_halve_when_the_devices_double(gradient, monkeypatch):
-    use_small_blocks(monkeypatch, rows=16)  # what is read is the rows, not the logits of one block
-    arguments = {"segment_lengths": (512, 8192), "dilation_rates": (1, 4), "is_causal": True}
+def test_bytes_on_a_device_halve_when_the_devices_double(gradient):
+    # What is read is the rows, not the logits of one block.
+    arguments = {"block_size": 16, "segment_lengths": (8192, 8192), "dilation_rates": (1, 4), "is_causal": True}
     used = []
     for count in (2, 4, 8):
         memory = compile_attention(make_mesh(seq=count), 8192, gradient=gradient, **arguments).memory_analysis()
         used.append(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes)
-    for more, fewer in itertools.pairwise(used):
-        assert fewer <= 0.55 * more
+    two, four, eight = used
+    assert eight <= 0.55 * four
+    # Of two devices no gradient is on its way while another is computed: a smaller start.
+    assert four <= (0.65 if gradient else 0.55) * two
 
 
-def test_memory_of_one_device_is_linear_in_the_tokens(monkeypatch):
-    use_small_blocks(monkeypatch, rows=64)
+def test_memory_of_one_device_is_linear_in_the_tokens():
     used = []
     for length in (4096, 8192, 16384):
-        arguments = {"segment_lengths": (length,), "dilation_rates": (1,)}
+        arguments = {"segment_lengths": (length,), "dilation_rates": (1,), "block_size": 64}
         memory = compile_attention(make_mesh(seq=1), length, gradient=True, **arguments).memory_analysis()
         used.append(memory.temp_size_in_bytes)
     for fewer, more in itertools.pairwise(used):
@@ -131,9 +154,10 @@ def test_masked_blocks_are_skipped():
     pattern = DilatedPattern((4096,), (1,))
     counts = {}
     for is_causal in (False, True):
-        branches = make_schedule(pattern, 4096, 1, 1)
-        rows = Plan(pattern, branches, 1, is_causal, 1.0, Placement()).rows(branches[0])
-        visits = make_mask(rows, rows, is_causal, True).visits
-        counts[is_causal] = int((visits.stop - visits.start).sum()), int(visits.is_whole.sum())
+        branches = make_schedule(pattern, 4096, 1, 1, is_causal)
+        rows = Plan(pattern, branches, 1, 1.0, Placement()).rows(branches[0])
+        slots = Slots(rows, rows.shard[None], False)
+        visits = make_mask(slots, slots).visits
+        counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)

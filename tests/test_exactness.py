@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
-from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results, use_small_blocks
+from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
 
-from ringjax import ring_dilated_attention
+from ringjax import _rows, ring_dilated_attention
 
 # Lengths, segment lengths and rates: local, rings, sub-rings of unequal size, straddling, short, longer than all.
 PATTERNS = {
@@ -49,13 +49,45 @@ def test_ring_equals_oracle(name, ring_size, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("ring_size", [1, 4])
-def test_many_blocks_equal_the_oracle(ring_size, is_causal, monkeypatch):
+def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     """With several blocks to a chunk, and chunks side by side in a tile, some tiles whole, cut and left out."""
-    use_small_blocks(monkeypatch, rows=8)
     arguments = {"segment_lengths": (4, 23, 92), "dilation_rates": (1, 1, 2), "is_causal": is_causal}
     arrays = random_arguments(92, (2, 1))
-    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
+    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), block_size=8, **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["longnet", "unequal rings", "straddling", "short last segment"])
+def test_gathering_equals_the_oracle(name, is_causal):
+    length, segment_lengths, dilation_rates = PATTERNS[name]
+    kind = (AxisType.Auto, AxisType.Explicit)[(list(PATTERNS).index(name) + is_causal) % 2]
+    arguments = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": is_causal}
+    arrays = random_arguments(length, (4, 2))
+    actual = ring_results(arrays, mesh=make_mesh(kind, seq=4), strategy="all_gather", **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_any_scale_is_exact(scale):
+    arguments = {"segment_lengths": (8, 32), "dilation_rates": (1, 2), "is_causal": True, "scale": scale}
+    arrays = random_arguments(32, (2, 1))
+    assert_close(ring_results(arrays, mesh=make_mesh(seq=2), **arguments), reference_results(arrays, **arguments))
+
+
+def test_slices_and_selections_of_rows_are_the_same():
+    """What CPUs run, and what other devices run."""
+    rng = np.random.default_rng(0)
+    split, rows = rng.normal(size=(2, 5, 3, 4, 6)), rng.normal(size=(2, 5, 4, 6))
+    for offset in (np.array([1]), np.array([0, 1, 2, 0])):
+        offset = offset.astype(np.uint32)
+        taken = _rows.take_slices(split, offset)
+        np.testing.assert_array_equal(taken, _rows.take_selected(split, offset))
+        np.testing.assert_array_equal(taken[:, :, 1], split[:, :, 1, 1])
+        for combine in (np.add, lambda token, row: row):
+            put = _rows.put_slices(split, rows, offset, combine=combine)
+            np.testing.assert_array_equal(put, _rows.put_selected(split, rows, offset, combine=combine))
+            np.testing.assert_array_equal(put[:, :, 1, 1], combine(taken, rows)[:, :, 1])
 
 
 def test_both_ways_around_the_ring_are_exact():

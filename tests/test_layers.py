@@ -12,11 +12,15 @@ ALLOWED = {
     "_pattern": set(),
     "_reference": {"_pattern"},
     "_schedule": {"_pattern"},
+    "_cost": {"_schedule"},
     "_block": set(),
     "_rows": {"_block", "_schedule"},
     "_mesh": set(),
-    "_ring": {"_block", "_mesh", "_pattern", "_rows", "_schedule"},
-    "_attention": {"_mesh", "_pattern", "_ring", "_schedule"},
+    "_plan": {"_mesh", "_pattern", "_rows", "_schedule"},
+    "_ring": {"_block", "_cost", "_plan", "_rows", "_schedule"},
+    "_gather": {"_block", "_plan", "_rows"},
+    "_rule": {"_block", "_gather", "_plan", "_ring", "_rows"},
+    "_attention": {"_mesh", "_pattern", "_plan", "_rule", "_schedule"},
     "_rotary": set(),
     "_heads": {"_attention", "_mesh", "_rotary"},
     "nn": {"_heads", "_pattern"},
@@ -24,8 +28,8 @@ ALLOWED = {
     "__init__": {"_attention", "_pattern", "_reference", "linen", "nn"},
 }
 # The modules that are integers alone, and those that may name a mesh axis.
-WITHOUT_JAX = {"_pattern", "_schedule"}
-WITH_AXES = {"_mesh", "_ring", "_heads"}
+WITHOUT_JAX = {"_pattern", "_schedule", "_cost"}
+WITH_AXES = {"_mesh", "_plan", "_heads"}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,5 +1,6 @@
 """The schedule against the pattern, with integers alone: every pair of the pattern is computed exactly M times."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax import DilatedPattern
+from ringjax._cost import work
 from ringjax._schedule import BranchSchedule, make_schedule
 
 
@@ -17,13 +19,16 @@ def geometries(draw):
     lengths = draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))
     rates = [draw(st.integers(1, length)) for length in lengths]
     pattern = tuple(lengths), tuple(rates), draw(st.sampled_from(["interleaved", "blocked"]))
-    return pattern, draw(st.integers(1, 50)), draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    return pattern, draw(st.integers(1, 50)), draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.booleans())
 
 
-def shard_tokens(branch: BranchSchedule, shard: int, offset: int) -> np.ndarray:
-    """The tokens in all slots of a shard, chunk by chunk; -1 in a slot without one."""
+def shard_tokens(branch: BranchSchedule, shard: int, offset: int, is_computed: bool = True) -> np.ndarray:
+    """The tokens in all slots of a shard, where it computes or keeps them, by chunks; -1 in a slot without one."""
     chunk = np.arange(branch.num_chunks)[:, None]
-    token, is_row = branch.slot_token(shard, chunk, np.arange(branch.num_rows), offset)
+    holder, slot = shard, np.arange(branch.num_blocks * branch.block_rows)
+    if is_computed:
+        holder, slot = branch.origin(shard, slot)
+    token, is_row = branch.slot_token(holder, chunk, slot, offset)
     return np.where(is_row, token, -1)
 
 
@@ -42,32 +47,37 @@ def computed_pairs(branch: BranchSchedule, offset: int, length: int) -> np.ndarr
                     # Chunks of one shard are segments: only a chunk and itself are computed.
                     is_computed = branch.num_chunks == 1 or np.array_equal(t, s)
                     assert is_computed or not same.any()
-                    np.add.at(count, (t[:, None], s[None, :]), same)
+                    np.add.at(count, (t[:, None], s[None, :]), same & (s <= t[:, None]) if branch.is_causal else same)
     return count
 
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry):
-    pattern, length, num_shards, num_heads = DilatedPattern(*geometry[0]), *geometry[1:]
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     multiplicity = pattern.multiplicity(length, num_heads)
+    if is_causal:
+        multiplicity = np.tril(multiplicity)
     for head in range(num_heads):
         count = np.zeros((length, length), int)
-        for branch in make_schedule(pattern, length, num_shards, num_heads):
+        for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
             offset = pattern.offset(head, branch.dilation_rate, num_heads)
-            count += computed_pairs(branch, offset, length)
+            computed = computed_pairs(branch, offset, length)
+            shards_and_steps = itertools.product(range(num_shards), range(branch.ring_size))
+            assert sum(work(branch, *each, offset) for each in shards_and_steps) == computed.sum()
+            count += computed
         np.testing.assert_array_equal(count, multiplicity[head])
 
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
-    pattern, length, num_shards, num_heads = DilatedPattern(*geometry[0]), *geometry[1:]
-    for branch in make_schedule(pattern, length, num_shards, num_heads):
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         fullest = 0
         for offset in range(branch.dilation_rate):
             for shard in range(num_shards):
-                tokens = shard_tokens(branch, shard, offset)
+                tokens = shard_tokens(branch, shard, offset, is_computed=False)
                 fullest = max(fullest, (tokens >= 0).sum(axis=1).max())
                 own = np.arange(shard * branch.shard_length, (shard + 1) * branch.shard_length)
                 kept = own[branch.is_kept(own, offset)]
@@ -81,8 +91,8 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
-    pattern, length, num_shards, num_heads = DilatedPattern(*geometry[0]), *geometry[1:]
-    for branch in make_schedule(pattern, length, num_shards, num_heads):
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         for shard in range(num_shards):
             first, size = branch.ring(shard)
             assert first <= shard < first + size <= num_shards
@@ -156,3 +166,30 @@ def test_work_does_not_depend_on_the_layout():
     for num_shards in (1, 2, 4, 8, 16):
         (branch,) = make_schedule(DilatedPattern((256,), (2,)), 1024, num_shards, 1)
         assert branch.ring_size == max(1, math.ceil(256 / (1024 / num_shards)))
+
+
+@pytest.mark.parametrize("rate", [1, 4])
+@pytest.mark.parametrize("ring_size", [2, 3, 4, 5, 8, 16])
+def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
+    shard_length = 512
+    length = 2 * ring_size * shard_length
+    pattern = DilatedPattern((ring_size * shard_length,), (rate,))
+    (branch,) = make_schedule(pattern, length, 2 * ring_size, 1, is_causal=True)
+    assert branch.ring_size == ring_size
+    steps = [[work(branch, shard, step) for shard in range(2 * ring_size)] for step in range(ring_size)]
+    critical_path = sum(map(max, steps))
+    assert critical_path <= 1.02 * sum(map(sum, steps)) / (2 * ring_size)
+    # Exactly the same in all but the first step, whose triangles hold the diagonal: the same number there too.
+    assert all(len(set(step)) == 1 for step in steps)
+
+
+def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
+    for num_shards, segment_length in ((8, 64), (8, 24), (7, 32), (5, 1000)):
+        (branch,) = make_schedule(DilatedPattern((segment_length,), (1,)), 8 * num_shards, num_shards, 1, True)
+        assert branch.is_balanced
+        partners = dict(branch.swap())
+        for shard, partner in partners.items():
+            assert partners[partner] == shard
+            assert branch.ring(partner) == branch.ring(shard)
+        origins = {branch.origin(shard, slot) for shard in range(num_shards) for slot in range(branch.num_slots)}
+        assert origins == {(shard, slot) for shard in range(num_shards) for slot in range(branch.num_slots)}

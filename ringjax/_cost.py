@@ -1,0 +1,95 @@
+"""What a schedule costs: the work of each shard in each step of a ring, and the bytes that a shard sends."""
+
+from typing import NamedTuple
+
+from ringjax._schedule import BranchSchedule
+
+
+class RowBytes(NamedTuple):
+    """The bytes of one slot on one shard, over batch and heads: `out` and the gradients are of the accumulated ones,
+    but for `out_grad`, the cotangent that is given.
+    """
+
+    query: int
+    key: int
+    value: int
+    out: int
+    lse: int
+    query_grad: int
+    key_grad: int
+    value_grad: int
+    out_grad: int
+
+
+def work(branch: BranchSchedule, shard: int, step: int, offset: int = 0) -> int:
+    """Returns the number of pairs of a query and a key that a shard computes in one step of the ring."""
+    if not branch.is_new(shard, step):
+        return 0
+    queries, keys = _ranks(branch, shard, offset), _ranks(branch, branch.source(shard, step), offset)
+    return sum(_pairs(branch, some, others, offset) for some in queries for others in keys)
+
+
+def _ranks(branch: BranchSchedule, shard: int, offset: int) -> list[range]:
+    """The ranks of the rows that a shard computes: one range, or one for each half."""
+    halves = 2 if branch.is_balanced else 1
+    ranks = []
+    for first_slot in range(0, branch.num_slots, branch.num_slots // halves):
+        holder, slot = branch.origin(shard, first_slot)
+        tokens = range(holder * branch.shard_length, (holder + 1) * branch.shard_length)
+        begin, end = (branch.rank(min(token, branch.length), offset) for token in (tokens.start, tokens.stop))
+        slots = range(begin + slot, begin + slot + branch.num_slots // 2) if branch.is_balanced else range(begin, end)
+        ranks.append(_overlap(slots, range(begin, end)))
+    return ranks
+
+
+def _pairs(branch: BranchSchedule, queries: range, keys: range, offset: int) -> int:
+    kept = branch.kept(branch.segment_length, offset)
+    total = 0
+    for begin in range(queries.start // kept * kept, queries.stop, kept):
+        segment = range(begin, begin + kept)
+        rows, seen = _overlap(queries, segment), _overlap(keys, segment)
+        if branch.is_causal:
+            total += _before(rows.stop - seen.start, len(seen)) - _before(rows.start - seen.start, len(seen))
+        else:
+            total += len(rows) * len(seen)
+    return total
+
+
+def _before(rows: int, keys: int) -> int:
+    """The pairs of `rows` queries with the keys up to their own: one more for each, until there are no more."""
+    triangle = max(0, min(rows, keys))
+    return triangle * (triangle + 1) // 2 + max(0, rows - keys) * keys
+
+
+def _overlap(some: range, others: range) -> range:
+    start = max(some.start, others.start)
+    return range(start, max(start, min(some.stop, others.stop)))
+
+
+def forward_bytes(branch: BranchSchedule, row: RowBytes) -> int:
+    """Returns the bytes that a shard sends forward: keys and values around, and the swapped halves there and back."""
+    return _sent(branch, row.key + row.value, row.query + row.key + row.value + row.out + row.lse)
+
+
+def queries_travel(row: RowBytes) -> bool:
+    """Returns whether the backward sends queries around, being lighter than keys and values, gradients included."""
+    return _query_side(row) < _key_side(row)
+
+
+def backward_bytes(branch: BranchSchedule, row: RowBytes) -> int:
+    """Returns the bytes that a shard sends backward: the lighter side around, and the swapped halves there and back."""
+    lighter = _query_side(row) if queries_travel(row) else _key_side(row)
+    return _sent(branch, lighter, _query_side(row) + _key_side(row))
+
+
+def _query_side(row: RowBytes) -> int:
+    return row.query + row.out_grad + 2 * row.lse + row.query_grad
+
+
+def _key_side(row: RowBytes) -> int:
+    return row.key + row.value + row.key_grad + row.value_grad
+
+
+def _sent(branch: BranchSchedule, rotated: int, swapped: int) -> int:
+    swaps = branch.num_slots // 2 if branch.is_balanced else 0
+    return (branch.ring_size - 1) * branch.num_slots * rotated + swaps * swapped

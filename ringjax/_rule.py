@@ -1,0 +1,172 @@
+"""The differentiation rule around all branches, outside shard_map, and what one shard does for it.
+
+Below the rule everything sees one shard: B batch, n tokens of the shard, K key/value heads, G query heads of each,
+N = K * G, H and V the widths.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax import _block, _gather, _ring
+from ringjax._block import Keys, Queries, accumulation_dtype
+from ringjax._plan import Plan
+from ringjax._rows import Rows
+
+# Each strategy is a module of two functions: `forward` and `backward` of one branch on one shard.
+STRATEGIES: dict[str, Any] = {"ring": _ring, "all_gather": _gather}
+
+
+# The rule stands outside shard_map: its residuals are the arguments and the results, sharded as the caller has them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ring_attention(
+    query: Float[Array, "*B T N H"], key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], plan: Plan
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+    """Computes the output and the lse of attention over all shards, as the plan says."""
+    shard = functools.partial(_shard_forward, plan=plan)
+    return plan.placement.map(shard, inputs="qkk", outputs="qq")(query, key, value)
+
+
+def _ring_attention_fwd(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Any, Any]:
+    results: Any = ring_attention(query, key, value, plan)
+    return results, (query, key, value, *results)
+
+
+def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
+    # The cotangent of a result that nobody used comes as zeros without the result's sharding.
+    out_grad, lse_grad = (plan.placement.reshard(cotangent, "q") for cotangent in cotangents)
+    return _backward(*residuals, out_grad, lse_grad, plan)
+
+
+ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+
+
+# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _backward(
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+) -> tuple[Array, Array, Array]:
+    shard = functools.partial(_shard_backward, plan=plan)
+    mapped = plan.placement.map(shard, inputs="qkkqqqq", outputs="qkk")
+    return mapped(query, key, value, out, lse, out_grad, lse_grad)
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "ring_dilated_attention has no second derivative: differentiate dilated_attention_reference instead"
+    )
+
+
+_backward.defvjp(_no_second_derivative, _no_second_derivative)
+
+
+def _group(
+    query: Float[Array, "*B n N H"], key: Float[Array, "*B n K H"], value: Float[Array, "*B n K V"], plan: Plan
+) -> tuple[Float[Array, "b n k GH"], Float[Array, "b n k H"], Float[Array, "b n k V"]]:
+    """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
+    axes = frozenset().union(*map(_varying_axes, (query, key, value)))
+    if plan.placement.axis_name is not None:
+        axes |= {plan.placement.axis_name}
+    cast = lambda array: jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying")
+    query, key, value = (cast(array).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
+    if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
+        pick = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
+        )
+        key, value = pick(key), pick(value)
+    return _group_heads(query, plan), key, value
+
+
+def _group_heads(array: Float[Array, "*B n N H"], plan: Plan) -> Float[Array, "b n k GH"]:
+    # Side by side: a dimension of their own would be of size one for many, which XLA:CPU may lay out anew.
+    length, heads, width = array.shape[-3:]
+    return array.reshape(-1, length, plan.local_heads, heads // plan.local_heads * width)
+
+
+def _varying_axes(array: Array) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def _shard_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+    arrays = _group(query, key, value, plan)
+    groups = query.shape[-2] // plan.local_heads
+
+    def add_rows(rows: Rows, arrays: Any, total: Any) -> Any:
+        query, key, value = arrays
+        out, lse = _branch_forward(rows.take(query, groups), Keys(rows.take(key), rows.take(value)), rows, plan)
+        total_out, total_lse = rows.take(total[0], groups), rows.take(total[1], groups)[..., 0]
+        out, lse = _block.merge(total_out, total_lse, out, lse)
+        return rows.put(total[0], out), rows.put(total[1], lse[..., None])
+
+    out_shape = (*query.shape[:-1], value.shape[-1])
+    out = jnp.zeros_like(query, accumulation_dtype(query, key, value), shape=out_shape)
+    total: Any = _group_heads(out, plan), _group_heads(out[..., :1] - jnp.inf, plan)
+    total = _add_branches(add_rows, arrays, total, plan)
+    return total[0].astype(query.dtype).reshape(out_shape), total[1].reshape(query.shape[:-1])
+
+
+def _add_branches(add_rows: Callable[..., Any], arrays: Any, total: Any, plan: Plan) -> Any:
+    """Adds all branches to a total of tokens [B, n, ...]."""
+    for branch in plan.branches:
+        total = _by_group(add_rows, plan.rows(branch), arrays, total)
+    return total
+
+
+def _by_group(add_rows: Callable[..., Any], rows: Rows, arrays: Any, total: Any) -> Any:
+    """Adds a branch to a total of tokens [B, n, ...], group by group, so that only the rows of one group are copied."""
+    branch = rows.branch
+    if branch.num_groups == 1:
+        return add_rows(rows, arrays, total)
+    size = branch.shard_length // branch.num_groups
+
+    def add_group(group: Any, total: Any) -> Any:
+        cut = lambda array: jax.lax.dynamic_slice_in_dim(array, group * size, size, axis=1)
+        paste = lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, group * size, axis=1)
+        parts = add_rows(rows.of_group(group), jax.tree.map(cut, arrays), jax.tree.map(cut, total))
+        return jax.tree.map(paste, total, parts)
+
+    return jax.lax.fori_loop(0, branch.num_groups, add_group, total)
+
+
+def _branch_forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array]:
+    query = plan.swap(rows.branch, query)
+    partial = STRATEGIES[plan.strategy].forward(query, keys, rows, plan)
+    return plan.swap_back(rows.branch, _block.finish(partial))
+
+
+def _shard_backward(
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+) -> tuple[Array, Array, Array]:
+    # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
+    arrays, ungroup = jax.vjp(functools.partial(_group, plan=plan), query, key, value)
+    dtype = lse.dtype
+    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
+    # that knew that the gradients begin as zeros would make these arrays long before they are needed.
+    arrays, out_grad, zero = jax.lax.optimization_barrier((arrays, out_grad, jnp.zeros((), dtype)))
+    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=dtype) - lse_grad
+    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+    attends = lse > -jnp.inf
+    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
+    out_grad, lse, delta = (_group_heads(array, plan) for array in (out_grad, lse[..., None], delta[..., None]))
+    groups = query.shape[-2] // plan.local_heads
+
+    def add_rows(rows: Rows, arrays: Any, grads: Any) -> Any:
+        (query, key, value), *of_queries = arrays
+        query, out_grad, lse, delta = (rows.take(array, groups) for array in (query, *of_queries))
+        queries = Queries(query, out_grad, lse[..., 0], delta[..., 0])
+        addends = _branch_backward(queries, Keys(rows.take(key), rows.take(value)), rows, plan)
+        return tuple(rows.put(grad, addend, jnp.add) for grad, addend in zip(grads, addends, strict=True))
+
+    grads = tuple(jnp.zeros_like(array, dtype) + zero for array in arrays)
+    grads = _add_branches(add_rows, (arrays, out_grad, lse, delta), grads, plan)
+    return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
+
+
+def _branch_backward(queries: Queries, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
+    queries = plan.swap(rows.branch, queries)
+    query_grad, *keys_grad = STRATEGIES[plan.strategy].backward(queries, keys, rows, plan)
+    return plan.swap_back(rows.branch, query_grad), *keys_grad
