@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
+from ringjax._attention import Strategy
 from ringjax._heads import attend, head_dim, output_sharding
 from ringjax._pattern import DilatedPattern, Offsets
 
@@ -41,6 +42,7 @@ class RingDilatedAttention(linen.Module):
     offsets: Offsets = "interleaved"
     num_kv_heads: int | None = None
     rope_theta: float | None = None
+    strategy: Strategy = "ring"
     dtype: Any = None
     param_dtype: Any = jnp.float32
     use_bias: bool = True
@@ -73,6 +75,7 @@ class RingDilatedAttention(linen.Module):
             offsets=pattern.offsets,
             is_causal=self.is_causal,
             rope_theta=self.rope_theta,
+            strategy=self.strategy,
             mesh=self.mesh,
             axis_name=self.axis_name,
         )  # [..., T, N, H]

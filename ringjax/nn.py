@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
+from ringjax._attention import Strategy
 from ringjax._heads import attend, head_dim, output_sharding
 from ringjax._pattern import DilatedPattern, Offsets
 
@@ -29,6 +30,7 @@ class RingDilatedAttention(nnx.Module):
       offsets: ``"interleaved"`` or ``"blocked"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
@@ -63,6 +65,7 @@ class RingDilatedAttention(nnx.Module):
         offsets: Offsets = "interleaved",
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
+        strategy: Strategy = "ring",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
@@ -81,6 +84,7 @@ class RingDilatedAttention(nnx.Module):
         self.head_dim = head_dim(self.num_heads, self.num_kv_heads, self.qkv_features, rope_theta)
         self.is_causal = is_causal
         self.rope_theta = rope_theta
+        self.strategy: Strategy = strategy
         self.mesh = mesh
         self.axis_name = axis_name
         linear = functools.partial(
@@ -108,6 +112,7 @@ class RingDilatedAttention(nnx.Module):
             offsets=self.pattern.offsets,
             is_causal=self.is_causal,
             rope_theta=self.rope_theta,
+            strategy=self.strategy,
             mesh=self.mesh,
             axis_name=self.axis_name,
         )  # [..., T, N, H]

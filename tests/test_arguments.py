@@ -45,6 +45,17 @@ def test_dtypes(dtype, unchecked):
         call(dtype)
 
 
+def test_strategies(unchecked):
+    with pytest.raises(ValueError, match="strategy='tree' is unknown: use one of 'ring', 'all_gather'"):
+        call(strategy="tree")
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 2.5])
+def test_block_sizes(block_size, unchecked):
+    with pytest.raises(ValueError, match=f"block_size={block_size} must be a positive integer: leave it out"):
+        call(block_size=block_size)
+
+
 def test_lists_are_no_arrays(unchecked):
     with pytest.raises(TypeError, match="query is of list: pass an array"):
         ring_dilated_attention([[[1.0]]], [[[1.0]]], [[[1.0]]], **PATTERN)

@@ -1,6 +1,7 @@
 """Values and gradients of the ring against the dense oracle, in float64, over a table of patterns and meshes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -78,13 +79,12 @@ def test_any_scale_is_exact(scale):
 def test_slices_and_selections_of_rows_are_the_same():
     """What CPUs run, and what other devices run."""
     rng = np.random.default_rng(0)
-    split, rows = rng.normal(size=(2, 5, 3, 4, 6)), rng.normal(size=(2, 5, 4, 6))
-    for offset in (np.array([1]), np.array([0, 1, 2, 0])):
-        offset = offset.astype(np.uint32)
+    split, rows = jnp.asarray(rng.normal(size=(2, 5, 3, 4, 6))), jnp.asarray(rng.normal(size=(2, 5, 4, 6)))
+    for offset in (jnp.array([1], jnp.uint32), jnp.array([0, 1, 2, 0], jnp.uint32)):
         taken = _rows.take_slices(split, offset)
         np.testing.assert_array_equal(taken, _rows.take_selected(split, offset))
         np.testing.assert_array_equal(taken[:, :, 1], split[:, :, 1, 1])
-        for combine in (np.add, lambda token, row: row):
+        for combine in (jnp.add, lambda token, row: row):
             put = _rows.put_slices(split, rows, offset, combine=combine)
             np.testing.assert_array_equal(put, _rows.put_selected(split, rows, offset, combine=combine))
             np.testing.assert_array_equal(put[:, :, 1, 1], combine(taken, rows)[:, :, 1])

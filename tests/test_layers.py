@@ -23,8 +23,8 @@ ALLOWED = {
     "_attention": {"_mesh", "_pattern", "_plan", "_rule", "_schedule"},
     "_rotary": set(),
     "_heads": {"_attention", "_mesh", "_rotary"},
-    "nn": {"_heads", "_pattern"},
-    "linen": {"_heads", "_pattern"},
+    "nn": {"_attention", "_heads", "_pattern"},
+    "linen": {"_attention", "_heads", "_pattern"},
     "__init__": {"_attention", "_pattern", "_reference", "linen", "nn"},
 }
 # The modules that are integers alone, and those that may name a mesh axis.
