@@ -3,7 +3,9 @@
 `python -m benchmarks.local_speed`
 """
 
+import json
 import statistics
+import sys
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax
+from benchmarks.environment import run_module
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns, yardsticks
 
 CASES = {
@@ -37,28 +40,30 @@ def calls_of(length: int, segment_lengths: Any, dilation_rates: Any, is_causal: 
     return operations, lambda: forward(*arrays), lambda: gradient(*arrays)
 
 
+def measure(name: str) -> None:
+    """Times one case beside the yardsticks, and prints the rows of the table as JSON."""
+    operations, forward, gradient = calls_of(*CASES[name])
+    yards = yardsticks()
+    calls = {**{yard: call for yard, (_, call) in yards.items()}, "forward": forward, "gradient": gradient}
+    seconds = time_in_turns(calls)
+    yard = max(best_rate(count, seconds[key]) for key, (count, _) in yards.items())
+    rows = [
+        {
+            "case": name,
+            "direction": direction,
+            "rate over yardstick": best_rate(factor * operations, seconds[direction]) / yard,
+            "median rate over yardstick": factor * operations / statistics.median(seconds[direction]) / yard,
+            "spread of times": spread(seconds[direction]),
+        }
+        for direction, factor in (("forward", 1.0), ("gradient", 3.5))
+    ]
+    print(json.dumps(rows))
+
+
 def main() -> None:
-    """Measures each case beside the yardsticks, and writes the table."""
-    rows = []
-    for name, case in CASES.items():
-        operations, forward, gradient = calls_of(*case)
-        yards = yardsticks()
-        calls = {**{yard: call for yard, (_, call) in yards.items()}, "forward": forward, "gradient": gradient}
-        seconds = time_in_turns(calls)
-        yard = max(best_rate(count, seconds[key]) for key, (count, _) in yards.items())
-        for direction, factor in (("forward", 1.0), ("gradient", 3.5)):
-            share = best_rate(factor * operations, seconds[direction]) / yard
-            rows.append(
-                {
-                    "case": name,
-                    "direction": direction,
-                    "rate over yardstick": share,
-                    "median rate over yardstick": factor * operations / statistics.median(seconds[direction]) / yard,
-                    "spread of times": spread(seconds[direction]),
-                }
-            )
-    save("local_speed", rows)
+    """Measures each case in a process of its own, and writes the table."""
+    save("local_speed", [row for name in CASES for row in run_module("benchmarks.local_speed", name)])
 
 
 if __name__ == "__main__":
-    main()
+    measure(sys.argv[1]) if len(sys.argv) > 1 else main()

@@ -58,13 +58,20 @@ def spread(values: list[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-def save(name: str, rows: list[dict[str, Any]]) -> None:
-    """Prints rows as a table and writes them as JSON."""
+def table(rows: list[dict[str, Any]], markdown: bool = False) -> list[str]:
+    """Returns the lines of a table of rows, numbers to three digits."""
     columns = list(rows[0])
     text = [[f"{row[c]:.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
+    if markdown:
+        return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *text)]
     widths = [max(map(len, column)) for column in zip(columns, *text, strict=True)]
-    for line in (columns, *text):
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    pad = lambda cells: "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+    return [pad(cells) for cells in (columns, *text)]
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows as a table and writes them as JSON."""
+    print("\n".join(table(rows)))
     RESULTS.mkdir(exist_ok=True)
     result = {"versions": {"jax": jax.__version__}, "backend": jax.default_backend(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

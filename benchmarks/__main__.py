@@ -1,0 +1,56 @@
+"""Runs all benchmarks, each in a process of its own, and writes one page of their tables and plots.
+
+`python -m benchmarks`; the machine should do nothing else.
+"""
+
+import json
+import subprocess
+import sys
+
+import matplotlib.pyplot as plt
+
+from benchmarks.timing import RESULTS, table
+
+CLAIMS = {
+    "local_speed": "One device runs attention at nearly the rate at which it multiplies matrices",
+    "ring_speed": "The ring keeps that rate, ahead of what else there is",
+    "scaling": "32 devices compile as fast as 8, and add no error",
+}
+
+
+def plot(name: str, rows: list[dict]) -> None:
+    """Draws the first number of each row as a bar, named by the texts before it."""
+    names = [", ".join(value for value in row.values() if isinstance(value, str)) for row in rows]
+    values = [next(value for value in row.values() if isinstance(value, float)) for row in rows]
+    label = next(key for key, value in rows[0].items() if isinstance(value, float))
+    figure, axes = plt.subplots(figsize=(9, 0.5 + 0.35 * len(rows)), layout="constrained")
+    axes.barh(names[::-1], values[::-1])
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set_xlabel(label)
+    figure.savefig(RESULTS / f"{name}.svg")
+
+
+def main() -> None:
+    """Runs, draws and writes everything."""
+    page = ["# Benchmarks", ""]
+    for name, claim in CLAIMS.items():
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        plot(name, result["rows"])
+        versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
+        source = f"`python -m benchmarks.{name}`, {versions}, {result['backend']}"
+        page += [
+            f"## {claim}",
+            "",
+            f"![{claim}]({name}.svg)",
+            "",
+            *table(result["rows"], markdown=True),
+            "",
+            source,
+            "",
+        ]
+    (RESULTS / "README.md").write_text("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()
