@@ -6,8 +6,9 @@ from ringjax._schedule import BranchSchedule
 
 
 class RowBytes(NamedTuple):
-    """The bytes of one slot on one shard, over batch and heads: `out` and the gradients are of the accumulated ones,
-    but for `out_grad`, the cotangent that is given.
+    """The bytes of one slot on one shard, over batch and heads.
+
+    Of `out` and of the gradients as they are accumulated; of the others, `out_grad` among them, as they are given.
     """
 
     query: int
@@ -31,14 +32,13 @@ def work(branch: BranchSchedule, shard: int, step: int, offset: int = 0) -> int:
 
 def _ranks(branch: BranchSchedule, shard: int, offset: int) -> list[range]:
     """The ranks of the rows that a shard computes: one range, or one for each half."""
-    halves = 2 if branch.is_balanced else 1
+    slots = branch.num_slots // (2 if branch.is_balanced else 1)
     ranks = []
-    for first_slot in range(0, branch.num_slots, branch.num_slots // halves):
+    for first_slot in range(0, branch.num_slots, slots):
         holder, slot = branch.origin(shard, first_slot)
-        tokens = range(holder * branch.shard_length, (holder + 1) * branch.shard_length)
-        begin, end = (branch.rank(min(token, branch.length), offset) for token in (tokens.start, tokens.stop))
-        slots = range(begin + slot, begin + slot + branch.num_slots // 2) if branch.is_balanced else range(begin, end)
-        ranks.append(_overlap(slots, range(begin, end)))
+        boundaries = holder * branch.shard_length, (holder + 1) * branch.shard_length
+        begin, end = (branch.rank(min(token, branch.length), offset) for token in boundaries)
+        ranks.append(_overlap(range(begin + slot, begin + slot + slots), range(begin, end)))
     return ranks
 
 

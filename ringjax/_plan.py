@@ -61,7 +61,7 @@ class Plan:
     def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
         half = branch.num_tiles // 2
         given = jax.tree.map(lambda array: array[half:], tiles)
-        given = jax.lax.ppermute(given, self.placement.axis_name, branch.swap())
+        given = jax.lax.ppermute(given, self.placement.axis_name, branch.swap_permutation())
         return jax.tree.map(lambda array, given: jnp.concatenate([array[:half], given]), tiles, given)
 
     def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
@@ -72,14 +72,14 @@ class Plan:
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""
-        gather = lambda array: jax.lax.all_gather(
-            array, self.placement.axis_name, axis_index_groups=branch.groups, tiled=True
-        )
-        return jax.tree.map(gather, tiles)
+        return self._collect(jax.lax.all_gather, branch, tiles)
 
     def scatter(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
-        scatter = lambda array: jax.lax.psum_scatter(
-            array, self.placement.axis_name, axis_index_groups=branch.groups, tiled=True
-        )
-        return jax.tree.map(scatter, tiles)
+        return self._collect(jax.lax.psum_scatter, branch, tiles)
+
+    def _collect(self, collective: Any, branch: BranchSchedule, tiles: Any) -> Any:
+        if branch.gather_size == 1:
+            return tiles
+        axis_name, groups = self.placement.axis_name, branch.gather_groups
+        return jax.tree.map(lambda array: collective(array, axis_name, axis_index_groups=groups, tiled=True), tiles)

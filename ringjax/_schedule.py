@@ -72,14 +72,14 @@ class BranchSchedule:
         return tuple((self.source(shard, hops), shard) for shard in range(self.num_shards))
 
     @property
-    def group_size(self) -> int:
+    def gather_size(self) -> int:
         """The number of consecutive shards that gather together: a ring; all shards where the last ring is shorter."""
         return self.num_shards if self.num_shards % self.ring_size else self.ring_size
 
     @property
-    def groups(self) -> list[list[int]]:
+    def gather_groups(self) -> list[list[int]]:
         """The shards that gather together."""
-        size = self.group_size
+        size = self.gather_size
         return [list(range(first, first + size)) for first in range(0, self.num_shards, size)]
 
     # Rows: the kept tokens of an offset are numbered through the whole sequence. The rank of a token counts the kept
@@ -223,7 +223,7 @@ class BranchSchedule:
         is_swapped = (slot >= half) != self.is_late(shard)
         return shard + is_swapped * (self.partner(shard) - shard), slot % half + is_swapped * half
 
-    def swap(self) -> tuple[tuple[int, int], ...]:
+    def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""
         return tuple((shard, self.partner(shard)) for shard in range(self.num_shards))
 

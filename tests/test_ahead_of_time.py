@@ -24,8 +24,8 @@ DENSE = (8 * TOKENS,), (1,)
 PATTERN = (2048, 16384, 65536), (1, 4, 16)
 # All of several permutes overlap: the compiler's own limit is one at a time.
 OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
-# The flags under which no permute overlaps: the tests have to see the difference.
-SYNCHRONOUS = {
+# The flags under which not all permutes overlap: the tests have to see the difference.
+NOT_OVERLAPPING = {
     "h100": (("xla_gpu_enable_latency_hiding_scheduler", False),),
     "v5e": (("xla_enable_async_collective_permute", "false"),),
 }
@@ -77,7 +77,7 @@ def test_every_permute_in_a_loop_overlaps_with_computation(name, gradient):
 
 @pytest.mark.parametrize("name", ["one node of H100s", "v5e"])
 def test_permutes_that_do_not_overlap_are_seen(name):
-    permutes = loop_permutes(compile_for(name, True, options=SYNCHRONOUS[TOPOLOGIES[name][0]]).as_text())
+    permutes = loop_permutes(compile_for(name, True, options=NOT_OVERLAPPING[TOPOLOGIES[name][0]]).as_text())
     assert permutes
     assert not all(permutes)
 
@@ -96,4 +96,4 @@ def test_memory_of_the_gradient():
 
 def test_memory_shrinks_with_the_devices():
     # In bytes: a quarter of the tokens, and the gradient that is on its way while another is computed.
-    assert peak() / 4 <= 0.29 * peak(count=2)
+    assert peak() / 4 <= 0.28 * peak(count=2)

@@ -121,16 +121,20 @@ def test_a_tensor_axis_adds_no_collective(kind):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_bytes_on_a_device_halve_when_the_devices_double(gradient):
-    # What is read is the rows, not the logits of one block.
-    arguments = {"block_size": 16, "segment_lengths": (8192, 8192), "dilation_rates": (1, 4), "is_causal": True}
-    used = []
+    # Blocks and segments small beside a shard: what is read is the rows, not the logits of one block.
+    length = 65536
+    arguments = {"segment_lengths": (512, length), "dilation_rates": (1, 4), "is_causal": True, "block_size": 64}
+    used = {}
     for count in (2, 4, 8):
-        memory = compile_attention(make_mesh(seq=count), 8192, gradient=gradient, **arguments).memory_analysis()
-        used.append(memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes)
-    two, four, eight = used
-    assert eight <= 0.55 * four
-    # Of two devices no gradient is on its way while another is computed: a smaller start.
-    assert four <= (0.65 if gradient else 0.55) * two
+        memory = compile_attention(make_mesh(seq=count), length, gradient=gradient, **arguments).memory_analysis()
+        used[count] = memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
+        # In units of one device's queries, whatever the number of devices.
+        assert used[count] <= (15 if gradient else 7) * (length // count * HEADS * WIDTH * FLOAT)
+    assert used[8] <= 0.55 * used[4]
+    assert used[8] <= 0.55**2 * used[2]
+    # In a ring of two no gradient travels while another is computed: from there the gradient does not quite halve.
+    if not gradient:
+        assert used[4] <= 0.55 * used[2]
 
 
 def test_memory_of_one_device_is_linear_in_the_tokens():
