@@ -5,11 +5,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import has_dimension, permutes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
+from benchmarks.programs import has_dimension, permutes
 from ringjax import DilatedPattern, ring_dilated_attention
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
 from ringjax._mesh import Placement
@@ -54,7 +54,7 @@ def row_bytes(heads, kv_heads, batch=1):
 
 
 def sent(compiled):
-    return sum(permute.count * permute.bytes for permute in permutes(compiled.as_text()))
+    return sum(permute.trips * permute.bytes for permute in permutes(compiled.as_text()))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import has_dimension
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 import ringjax
+from benchmarks.programs import has_dimension
 from ringjax._rotary import rotary_embedding
 
 LENGTH, WIDTH = 16, 24

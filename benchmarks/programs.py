@@ -8,9 +8,9 @@ WIDTHS = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4,
 
 
 class Permute(NamedTuple):
-    """A permute that runs `count` times and sends `bytes` to a neighbour each time."""
+    """A permute that runs `trips` times and sends `bytes` to a neighbour each time."""
 
-    count: int
+    trips: int
     bytes: int
     pairs: tuple[tuple[int, int], ...]
 
@@ -23,8 +23,9 @@ def permutes(text: str) -> list[Permute]:
     def walk(name: str, count: int) -> None:
         for line in computations[name]:
             if re.search(r"collective-permute(-start)?\(", line):
-                pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line).group(1) + "}"
-                pairs = tuple(tuple(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", pairs))
+                _, _, rest = line.partition("source_target_pairs={")
+                pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("}}")[0] + "}")
+                pairs = tuple((int(source), int(destination)) for source, destination in pairs)
                 shapes = line.split(" = ")[1].split("collective-permute")[0]
                 half = 2 if "-start" in line else 1  # a start's result repeats its operands
                 found.append(Permute(count, sum(map(_bytes, _arrays(shapes))) // half, pairs))

@@ -1,0 +1,121 @@
+"""What programs compiled for H100s and a TPU v5e send, how much of that they hide, and the memory that they take.
+
+`python -m benchmarks.ahead_of_time`; needs no such device, and installs the plugins of jax into an environment of its
+own.
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.environment import run_module
+from benchmarks.programs import loop_permutes, permutes
+from benchmarks.timing import save
+from ringjax import DilatedPattern, ring_dilated_attention
+from ringjax._cost import RowBytes, backward_bytes, forward_bytes
+from ringjax._schedule import choose_block_size, make_schedule
+
+TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
+LENGTH = 8 * TOKENS
+DENSE = (LENGTH,), (1,)
+PATTERN = (2048, 16384, LENGTH), (1, 4, 16)
+TOPOLOGIES = {"8 H100s": ("h100", "1x1x8"), "4 x 8 H100s": ("h100", "1x4x8"), "v5e:2x4": ("v5e", "2x4")}
+# All of several permutes overlap: the compiler's own limit is one at a time.
+OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
+
+
+@functools.cache
+def devices(kind: str, topology: str) -> list[Any]:
+    """Returns the devices of a topology, none of which need exist."""
+    if kind == "v5e":
+        return topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{topology}").devices
+    target = (Path(__file__).parent / "h100.txtpb").read_text()
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology=topology, target_config=target
+    ).devices
+
+
+@functools.cache
+def compile_for(
+    name: str,
+    gradient: bool,
+    count: int | None = None,
+    length: int = LENGTH,
+    pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE,
+    options: tuple[tuple[str, Any], ...] = (),
+    is_causal: bool = True,
+) -> Any:
+    """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
+    kind, topology = TOPOLOGIES[name]
+    mesh = Mesh(np.array(devices(kind, topology)[:count]), ("seq",))
+    shape = (1, length, HEADS, WIDTH)
+    array = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
+
+    def attend(*arrays: jax.Array) -> Any:
+        return ring_dilated_attention(
+            *arrays, segment_lengths=pattern[0], dilation_rates=pattern[1], is_causal=is_causal, mesh=mesh
+        )
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        return attend(*arrays).astype(jnp.float32).sum()
+
+    function = jax.grad(total, (0, 1, 2)) if gradient else attend
+    with jax.enable_x64(False):  # as programs are by default
+        lowered = jax.jit(function).lower(array, array, array)
+        return lowered.compile(dict(options or (OVERLAP if kind == "h100" else ())))
+
+
+def peak(count: int = 8, pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE) -> float:
+    """Returns the most bytes on one of some H100s during the gradient, over those of its queries."""
+    compiled = compile_for("8 H100s", True, count=count, pattern=pattern)
+    return compiled.memory_analysis().peak_memory_in_bytes / (LENGTH // count * HEADS * WIDTH * 2)
+
+
+def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
+    """Returns the bytes that one of 8 H100s sends for the dense pattern, and those that the schedule states."""
+    wide, narrow, lse = HEADS * WIDTH * 4, HEADS * WIDTH * 2, HEADS * 4
+    row = RowBytes(narrow, narrow, narrow, wide, lse, wide, wide, wide, out_grad=narrow)
+    block_size = choose_block_size(HEADS, 2)
+    (branch,) = make_schedule(DilatedPattern(*DENSE), LENGTH, 8, HEADS, is_causal, block_size)
+    stated = forward_bytes(branch, row) + (backward_bytes(branch, row) if gradient else 0)
+    text = compile_for("8 H100s", gradient, is_causal=is_causal).as_text()
+    return sum(permute.trips * permute.bytes for permute in permutes(text)), stated
+
+
+def measure() -> list[dict[str, Any]]:
+    """Returns the rows of the table."""
+    rows = []
+    add = lambda claim, where, value: rows.append({"claim": claim, "program": where, "value": float(value)})
+    for is_causal in (False, True):
+        for gradient in (False, True):
+            found, stated = sent(is_causal, gradient)
+            program = f"8 H100s, {'causal' if is_causal else 'full'}, {'gradient' if gradient else 'forward'}"
+            add("bytes sent over those of the schedule", program, found / stated)
+    add("peak bytes of a device over its queries'", "8 H100s, gradient, dense", peak())
+    add("peak bytes of a device over its queries'", "8 H100s, gradient, three branches", peak(pattern=PATTERN))
+    add("peak bytes, 8 devices over 2", "H100s, gradient, dense", peak() / 4 / peak(count=2))
+    for name in TOPOLOGIES:
+        length = TOKENS * (32 if name.startswith("4 x") else 8)
+        for gradient in (False, True):
+            hidden = loop_permutes(compile_for(name, gradient, length=length, pattern=((length,), (1,))).as_text())
+            program = f"{name}, {'gradient' if gradient else 'forward'}"
+            add("permutes in loops that overlap", program, np.mean(hidden))
+    return rows
+
+
+def main() -> None:
+    """Compiles everything where the plugins are, and writes the table."""
+    save("ahead_of_time", run_module("benchmarks.ahead_of_time", "measure", environment="plugins"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure())) if sys.argv[1:] == ["measure"] else main()
