@@ -53,6 +53,7 @@ def compile_for(
     pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE,
     options: tuple[tuple[str, Any], ...] = (),
     is_causal: bool = True,
+    implementation: Any = "xla",
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
     kind, topology = TOPOLOGIES[name]
@@ -62,7 +63,12 @@ def compile_for(
 
     def attend(*arrays: jax.Array) -> Any:
         return ring_dilated_attention(
-            *arrays, segment_lengths=pattern[0], dilation_rates=pattern[1], is_causal=is_causal, mesh=mesh
+            *arrays,
+            segment_lengths=pattern[0],
+            dilation_rates=pattern[1],
+            is_causal=is_causal,
+            implementation=implementation,
+            mesh=mesh,
         )
 
     def total(*arrays: jax.Array) -> jax.Array:
@@ -74,19 +80,21 @@ def compile_for(
         return lowered.compile(dict(options or (OVERLAP if kind == "h100" else ())))
 
 
-def peak(count: int = 8, pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE) -> float:
+def peak(
+    count: int = 8, pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE, implementation: Any = "xla"
+) -> float:
     """Returns the most bytes on one of some H100s during the gradient, over those of its queries."""
-    compiled = compile_for("8 H100s", True, count=count, pattern=pattern)
+    compiled = compile_for("8 H100s", True, count=count, pattern=pattern, implementation=implementation)
     return compiled.memory_analysis().peak_memory_in_bytes / (LENGTH // count * HEADS * WIDTH * 2)
 
 
 def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
     """Returns the bytes that one of 8 H100s sends for the dense pattern, and those that the schedule states."""
     wide, narrow, lse = HEADS * WIDTH * 4, HEADS * WIDTH * 2, HEADS * 4
-    row = RowBytes(narrow, narrow, narrow, wide, lse, wide, wide, wide, out_grad=narrow)
+    row = RowBytes(queries=2 * narrow + 2 * lse, keys=2 * narrow, query_grad=wide, keys_grad=2 * wide)
     block_size = choose_block_size(HEADS, 2)
     (branch,) = make_schedule(DilatedPattern(*DENSE), LENGTH, 8, HEADS, is_causal, block_size)
-    stated = forward_bytes(branch, row) + (backward_bytes(branch, row) if gradient else 0)
+    stated = forward_bytes(branch, narrow, row.keys, wide + lse) + (backward_bytes(branch, row) if gradient else 0)
     text = compile_for("8 H100s", gradient, is_causal=is_causal).as_text()
     return sum(permute.trips * permute.bytes for permute in permutes(text)), stated
 
@@ -102,6 +110,9 @@ def measure() -> list[dict[str, Any]]:
             add("bytes sent over those of the schedule", program, found / stated)
     add("peak bytes of a device over its queries'", "8 H100s, gradient, dense", peak())
     add("peak bytes of a device over its queries'", "8 H100s, gradient, three branches", peak(pattern=PATTERN))
+    for name, pattern in (("dense", DENSE), ("three branches", PATTERN)):
+        value = peak(pattern=pattern, implementation="cudnn")
+        add("peak bytes of a device over its queries'", f"8 H100s, gradient, {name}, cudnn", value)
     add("peak bytes, 8 devices over 2", "H100s, gradient, dense", peak() / 4 / peak(count=2))
     for name in TOPOLOGIES:
         length = TOKENS * (32 if name.startswith("4 x") else 8)

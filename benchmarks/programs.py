@@ -43,7 +43,11 @@ def permutes(text: str) -> list[Permute]:
 
 
 def loop_permutes(text: str) -> list[bool]:
-    """Returns for each permute inside a loop of a scheduled program whether another loop runs between start and end."""
+    """Returns for each permute inside a loop of a scheduled program whether blocks are computed between start and end.
+
+    Blocks are computed by loops, or by kernels, which stand in a conditional where the case of a meeting is data.
+    """
+    computes = re.compile(r" (while|conditional)\(|__cudnn")
     computations = _computations(text)
     found = []
     for body in set(re.findall(r"body=%?([\w.\-]+)", text)):
@@ -54,7 +58,7 @@ def loop_permutes(text: str) -> list[bool]:
             name = re.search(r"%?([\w.\-]+) = .*collective-permute-start\(", line)
             if name:
                 end = next(i for i, other in enumerate(lines) if re.search(rf"-done\(%?{re.escape(name[1])}\)", other))
-                found.append(any(" while(" in other for other in lines[index:end]))
+                found.append(any(map(computes.search, lines[index:end])))
     return found
 
 

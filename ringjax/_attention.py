@@ -9,9 +9,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from ringjax._implementation import Implementation, implement
 from ringjax._mesh import find_placement
 from ringjax._pattern import DilatedPattern, Offsets
 from ringjax._plan import Plan
@@ -35,9 +36,11 @@ def ring_dilated_attention(
     offsets: Offsets = "interleaved",
     return_residual: bool = False,
     strategy: Strategy = "ring",
+    implementation: Implementation | None = None,
     block_size: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
+    spec: PartitionSpec | None = None,
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes exact dilated attention over a sequence that is sharded along a mesh axis, in O(T / p) memory.
 
@@ -62,10 +65,17 @@ def ring_dilated_attention(
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
       strategy: ``"ring"`` to send keys and values around, in O(T / p) memory, or ``"all_gather"`` to bring those of a
         segment to each of its devices at once, in O(segment length / dilation rate) memory; the results are the same.
-      block_size: the most rows of queries, and of keys, whose logits are computed at once; chosen from the shapes by
-        default. Smaller blocks take less memory and, where they are cut by a mask, less work; larger ones run faster.
+      implementation: ``"xla"``, which computes everything everywhere, or ``"cudnn"``, a fused kernel for NVIDIA GPUs;
+        by default the fastest that can compute a branch on the devices that there are. The kernel takes bfloat16 and
+        float16, and branches whose dilation rate divides their segment and whose segments divide, or are divided by,
+        what a device holds.
+      block_size: the most rows of queries, and of keys, whose logits ``"xla"`` computes at once; chosen from shapes and
+        devices by default. Smaller blocks take less memory and less work where a mask cuts them; larger ones run
+        faster.
       mesh: the mesh to run on.
       axis_name: the mesh axis that the sequence is sharded along.
+      spec: how query lies on the mesh, such as ``P("data", "seq", "tensor")``; key and value lie likewise. By default
+        what the arrays' types say. Only fused kernels ask for it, where a mesh has other axes that are Auto.
 
     Returns:
       The output [..., T, N, V] in query's dtype, sharded like query; with `return_residual` also the lse [..., T, N] in
@@ -74,8 +84,8 @@ def ring_dilated_attention(
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
-        unknown strategy, a block size below 1, a `mesh` without `axis_name`, or a length that is sharded over another
-        axis.
+        unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, a `mesh` without
+        `axis_name`, a `spec` with axes that the mesh has not, or a length that is sharded over another axis.
       TypeError: for arguments of another dtype.
       NotImplementedError: when differentiated twice.
 
@@ -94,23 +104,27 @@ def ring_dilated_attention(
         raise TypeError(f"scale={scale!r} must be a number, known when the call is traced")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
-    if block_size is None:
-        block_size = choose_block_size(math.prod(query.shape[:-3]) * query.shape[-2], query.dtype.itemsize)
-    elif not isinstance(block_size, numbers.Integral) or block_size < 1:
+    if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
     if scale <= 0:  # below, scales are positive: the sign goes to the keys
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
-    placement = find_placement(query, key, value, mesh, axis_name)
+    placement = find_placement(query, key, value, mesh, axis_name, spec)
+    if block_size is None:
+        batch_heads = math.prod(query.shape[:-3]) * query.shape[-2]
+        share_cache = placement.platform == "cpu" and placement.num_shards > 1
+        block_size = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
+    branches = make_schedule(
+        pattern,
+        placement.length(query),
+        placement.num_shards,
+        key.shape[-2],
+        is_causal=bool(is_causal),
+        max_block_rows=int(block_size),
+    )
+    arrays = query, key, value
     plan = Plan(
         pattern=pattern,
-        branches=make_schedule(
-            pattern,
-            placement.length(query),
-            placement.num_shards,
-            key.shape[-2],
-            is_causal=bool(is_causal),
-            max_block_rows=int(block_size),
-        ),
+        branches=implement(branches, implementation, arrays, placement.platform, strategy, placement.unmapped),
         num_kv_heads=key.shape[-2],
         scale=float(scale),
         placement=placement,

@@ -6,20 +6,12 @@ from ringjax._schedule import BranchSchedule
 
 
 class RowBytes(NamedTuple):
-    """The bytes of one slot on one shard, over batch and heads.
+    """The bytes of one slot on one shard, over batch and heads, of what the backward reads and adds up."""
 
-    Of `out` and of the gradients as they are accumulated; of the others, `out_grad` among them, as they are given.
-    """
-
-    query: int
-    key: int
-    value: int
-    out: int
-    lse: int
+    queries: int  # with all that belongs to them: cotangents, lse, ...
+    keys: int  # and values
     query_grad: int
-    key_grad: int
-    value_grad: int
-    out_grad: int
+    keys_grad: int
 
 
 def work(branch: BranchSchedule, shard: int, step: int, offset: int = 0) -> int:
@@ -66,28 +58,23 @@ def _overlap(some: range, others: range) -> range:
     return range(start, max(start, min(some.stop, others.stop)))
 
 
-def forward_bytes(branch: BranchSchedule, row: RowBytes) -> int:
-    """Returns the bytes that a shard sends forward: keys and values around, and the swapped halves there and back."""
-    return _sent(branch, row.key + row.value, row.query + row.key + row.value + row.out + row.lse)
+def forward_bytes(branch: BranchSchedule, query: int, keys: int, results: int) -> int:
+    """Returns the bytes that a shard sends forward, given those of a slot's query, key and value, and out and lse.
+
+    Keys and values go around; the swapped halves of all go there, and their results back.
+    """
+    return _sent(branch, keys, query + keys + results)
 
 
 def queries_travel(row: RowBytes) -> bool:
     """Returns whether the backward sends queries around, being lighter than keys and values, gradients included."""
-    return _query_side(row) < _key_side(row)
+    return row.queries + row.query_grad < row.keys + row.keys_grad
 
 
 def backward_bytes(branch: BranchSchedule, row: RowBytes) -> int:
     """Returns the bytes that a shard sends backward: the lighter side around, and the swapped halves there and back."""
-    lighter = _query_side(row) if queries_travel(row) else _key_side(row)
-    return _sent(branch, lighter, _query_side(row) + _key_side(row))
-
-
-def _query_side(row: RowBytes) -> int:
-    return row.query + row.out_grad + 2 * row.lse + row.query_grad
-
-
-def _key_side(row: RowBytes) -> int:
-    return row.key + row.value + row.key_grad + row.value_grad
+    lighter = row.queries + row.query_grad if queries_travel(row) else row.keys + row.keys_grad
+    return _sent(branch, lighter, sum(row))
 
 
 def _sent(branch: BranchSchedule, rotated: int, swapped: int) -> int:

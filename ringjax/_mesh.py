@@ -19,7 +19,8 @@ class Placement(NamedTuple):
 
     `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
     that shard_map has to make manual, none where there is no mesh or where the caller's own shard_map did. The rest
-    says how the typed (Explicit) axes cut the arrays; what Auto axes do is the compiler's.
+    says how these axes cut the arrays; what the others, Auto all of them, do is the compiler's. `unmapped` holds those
+    of them that have several devices.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -30,6 +31,8 @@ class Placement(NamedTuple):
     heads: Axes = ()
     kv_heads: Axes = ()
     is_explicit: bool = False
+    unmapped: Axes = ()
+    platform: str = "cpu"
 
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
@@ -78,15 +81,21 @@ class Placement(NamedTuple):
 
 
 def find_placement(
-    query: Array, key: Array, value: Array, mesh: Mesh | AbstractMesh | None, axis_name: str
+    query: Array,
+    key: Array,
+    value: Array,
+    mesh: Mesh | AbstractMesh | None,
+    axis_name: str,
+    spec: P | None = None,
 ) -> Placement:
     """Returns the placement of a call's arrays.
 
-    The mesh is the argument if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds.
+    The mesh is the argument if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds. How
+    its axes cut the arrays is what `spec` says if given, else what the types of the arrays say of Explicit axes.
 
     Raises:
-      ValueError: if the mesh argument lacks the sequence axis, or if a dimension is sharded over axes that it must not
-        be sharded over.
+      ValueError: if the mesh argument lacks the sequence axis, if `spec` names axes that there are not, or if a
+        dimension is sharded over axes that it must not be sharded over.
     """
     context = jax.sharding.get_abstract_mesh()
     if mesh is not None and axis_name not in mesh.axis_names:
@@ -98,19 +107,24 @@ def find_placement(
     elif mesh is None:
         carried = filter(None, map(_mesh_of, (query, key, value)))
         mesh = next(carried, None if context.empty else context)
+    platform = _platform(mesh, query)
     if mesh is None:
-        return Placement()
+        return Placement(platform=platform)
 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     has_axis = axis_name in types
-    mapped = explicit | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else explicit
-    batch, length, heads, query_width = _cut(query)
-    _, key_length, kv_heads, key_width = _cut(key)
-    _, value_length, value_heads, value_width = _cut(value)
+    known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
+    mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
+    if spec is not None:
+        _check_spec(spec, query, known)
+    cut = lambda array: _entries(_spec_of(array) if spec is None else spec, array.ndim)
+    batch, length, heads, query_width = cut(query)
+    _, key_length, kv_heads, key_width = cut(key)
+    _, value_length, value_heads, value_width = cut(value)
     _check_lengths({"query": length, "key": key_length, "value": value_length}, axis_name)
     _check_widths({"query": query_width, "key": key_width, "value": value_width})
-    typed = lambda axes: tuple(axis for axis in axes if axis in explicit)
+    typed = lambda axes: tuple(axis for axis in axes if axis in known)
     return Placement(
         mesh=mesh if mapped else None,
         axis_name=axis_name if has_axis else None,
@@ -119,7 +133,22 @@ def find_placement(
         batch=tuple(map(typed, batch)),
         **_split_heads(mesh, typed(heads), {"key": typed(kv_heads), "value": typed(value_heads)}, key.shape[-2]),
         is_explicit=bool(explicit),
+        unmapped=tuple(
+            name
+            for name, kind in types.items()
+            if kind == AxisType.Auto and name not in mapped and mesh.shape[name] > 1
+        ),
+        platform=platform,
     )
+
+
+def _platform(mesh: Mesh | AbstractMesh | None, array: Array) -> str:
+    """Returns the platform that a call runs on: of its mesh, else of its array, else the default one."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    if isinstance(array, Tracer):
+        return jax.default_backend()
+    return next(iter(array.devices())).platform
 
 
 def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:
@@ -131,16 +160,28 @@ def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
-def _cut(array: Array) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
-    """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
+def _spec_of(array: Array) -> P:
     if isinstance(array, Tracer):
-        spec = jax.typeof(array).sharding.spec
-    else:
-        spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
+        return jax.typeof(array).sharding.spec
+    return array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
+
+
+def _entries(spec: P, ndim: int) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
+    """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
     entries = [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
-    entries += [()] * (array.ndim - len(entries))
+    entries += [()] * (ndim - len(entries))
     *batch, length, heads, width = entries
     return tuple(batch), length, heads, width
+
+
+def _check_spec(spec: P, query: Array, known: set[str]) -> None:
+    if len(spec) > query.ndim:
+        raise ValueError(f"spec={spec} has more entries than query has dimensions, {query.shape}: leave some out")
+    for name in (name for axes in _entries(spec, query.ndim)[0] + _entries(spec, query.ndim)[1:] for name in axes):
+        if name not in known:
+            raise ValueError(
+                f"spec={spec} names the axis {name!r}, but the mesh has {sorted(known)}: name one of these"
+            )
 
 
 def _check_lengths(lengths: dict[str, Axes], axis_name: str) -> None:

@@ -1,12 +1,15 @@
 """The plan of one call: its schedules, its shard's place on the mesh, and all ways in which rows move there."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
 from ringjax._rows import Rows
@@ -46,6 +49,11 @@ class Plan:
         head = (self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)).astype(jnp.uint32)
         return Rows(branch, shard, offset(head), all_offsets)
 
+    @staticmethod
+    def implementation(branch: BranchSchedule) -> Any:
+        """Returns the module or object that computes a branch."""
+        return IMPLEMENTATIONS[branch.implementation]
+
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
         return jax.lax.ppermute(arrays, self.placement.axis_name, branch.permutation(hops))
@@ -59,16 +67,24 @@ class Plan:
         return self._give(branch, self._sort(branch, tiles)) if branch.is_balanced else tiles
 
     def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
-        half = branch.num_tiles // 2
-        given = jax.tree.map(lambda array: array[half:], tiles)
-        given = jax.lax.ppermute(given, self.placement.axis_name, branch.swap_permutation())
-        return jax.tree.map(lambda array, given: jnp.concatenate([array[:half], given]), tiles, given)
+        permutation = branch.swap_permutation()
+
+        def give(array: Array) -> Array:
+            own, given = self._halves(branch, array)
+            return self._join(branch, own, jax.lax.ppermute(given, self.placement.axis_name, permutation))
+
+        return jax.tree.map(give, tiles)
 
     def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
-        half = branch.num_tiles // 2
         is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name))
-        flip = lambda array: jnp.concatenate([array[half:], array[:half]])
+        flip = lambda array: self._join(branch, *self._halves(branch, array)[::-1])
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
+
+    def _halves(self, branch: BranchSchedule, array: Array) -> list[Array]:
+        return jnp.split(array, 2, axis=self.implementation(branch).SLOTS_AXIS)
+
+    def _join(self, branch: BranchSchedule, *halves: Array) -> Array:
+        return jnp.concatenate(halves, axis=self.implementation(branch).SLOTS_AXIS)
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""
@@ -81,5 +97,10 @@ class Plan:
     def _collect(self, collective: Any, branch: BranchSchedule, tiles: Any) -> Any:
         if branch.gather_size == 1:
             return tiles
-        axis_name, groups = self.placement.axis_name, branch.gather_groups
-        return jax.tree.map(lambda array: collective(array, axis_name, axis_index_groups=groups, tiled=True), tiles)
+        collect = functools.partial(
+            collective,
+            axis_name=self.placement.axis_name,
+            axis_index_groups=branch.gather_groups,
+            tiled=True,
+        )
+        return jax.tree.map(collect, tiles)

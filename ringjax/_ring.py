@@ -8,77 +8,69 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax import _block
-from ringjax._block import Gradients, Keys, Mask, Partial, Queries
+from ringjax._block import Keys
 from ringjax._cost import RowBytes, queries_travel
 from ringjax._plan import Plan
-from ringjax._rows import Rows, Slots, make_mask
+from ringjax._rows import Meeting, Rows, Slots
 from ringjax._schedule import BranchSchedule
 
 
-def forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> Partial:
-    """Returns the softmax of one branch; the queries are where they are computed, the keys where they are kept."""
+def forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> Any:
+    """Returns the attention of one branch; the queries are where they are computed, the keys where they are kept."""
     branch = rows.branch
+    implementation = plan.implementation(branch)
 
-    def attend(step: Any, keys: Keys, partial: Partial) -> Partial:
-        return _block.forward(query, keys, _mask(rows, 0, step, step), plan.scale, partial)
+    def attend(step: Any, keys: Keys, partial: Any) -> Any:
+        return implementation.forward(query, keys, _meeting(rows, 0, step, step), plan.scale, partial)
 
     def rotate_and_attend(carry: Any, step: Array) -> tuple[Any, None]:
         keys, partial = carry
         arriving = plan.rotate(branch, keys)
         return (arriving, attend(step, keys, partial)), None
 
-    carry: Any = (plan.swap(branch, keys), _block.start(query, keys.value))
+    carry: Any = (plan.swap(branch, keys), implementation.start(query, keys.value))
     if branch.ring_size > 1:
         carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.int32))
     return attend(branch.ring_size - 1, *carry)
 
 
-def backward(queries: Queries, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
+def backward(queries: Any, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
     branch = rows.branch
+    implementation = plan.implementation(branch)
     keys = plan.swap(branch, keys)
-    start = functools.partial(_block.start_gradients, queries, keys)
+    start = functools.partial(implementation.start_gradients, queries, keys)
 
-    def visit_keys(step: Any, queries: Queries, keys_grad: Any) -> tuple[Any, Any]:
+    def visit_keys(step: Any, queries: Any, keys_grad: Any) -> tuple[Any, Any]:
         grads = start(step)._replace(key=keys_grad[0], value=keys_grad[1])
-        grads = _block.backward(queries, keys, _mask(rows, step, 0, step), plan.scale, grads)
+        grads = implementation.backward(queries, keys, _meeting(rows, step, 0, step), plan.scale, grads)
         return grads.query, (grads.key, grads.value)
 
     def visit_queries(step: Any, keys: Keys, query_grad: Array) -> tuple[Any, Any]:
         grads = start(step)._replace(query=query_grad)
-        grads = _block.backward(queries, keys, _mask(rows, 0, step, step), plan.scale, grads)
+        grads = implementation.backward(queries, keys, _meeting(rows, 0, step, step), plan.scale, grads)
         return (grads.key, grads.value), grads.query
 
-    if queries_travel(_row_bytes(queries, keys, branch.num_slots)):
-        query_grad, keys_grad = _travel(visit_keys, queries, tuple(start()[1:]), plan, branch)
+    grads = start()
+    if queries_travel(_row_bytes(queries, keys, grads, branch.num_slots)):
+        query_grad, keys_grad = _travel(visit_keys, queries, tuple(grads[1:]), plan, branch)
     else:
-        keys_grad, query_grad = _travel(visit_queries, keys, start().query, plan, branch)
-    query_grad, *keys_grad = _block.finish_gradients(Gradients(query_grad, *keys_grad), plan.scale)
+        keys_grad, query_grad = _travel(visit_queries, keys, grads.query, plan, branch)
+    query_grad, *keys_grad = implementation.finish_gradients(type(grads)(query_grad, *keys_grad), plan.scale)
     return query_grad, *plan.swap_back(branch, tuple(keys_grad))
 
 
-def _mask(rows: Rows, queries: Any, keys: Any, step: Any) -> Mask:
-    """The mask of rows that have made so many rotations, queries and keys, in a step of the ring."""
+def _meeting(rows: Rows, queries: Any, keys: Any, step: Any) -> Meeting:
+    """The meeting of rows that have made so many rotations, queries and keys, in a step of the ring."""
     branch, shard = rows.branch, rows.shard
     after = lambda rotations: Slots(rows, branch.source(shard, rotations)[None], branch.is_balanced)
-    return make_mask(after(queries), after(keys), branch.is_new(shard, step))
+    return Meeting(after(queries), after(keys), branch.is_new(shard, step))
 
 
-def _row_bytes(queries: Queries, keys: Keys, num_slots: int) -> RowBytes:
-    wide = queries.lse.dtype.itemsize
-    given = lambda array: array.size * array.dtype.itemsize // num_slots
-    summed = lambda array: array.size * wide // num_slots
+def _row_bytes(queries: Any, keys: Keys, grads: Any, num_slots: int) -> RowBytes:
+    count = lambda tree: sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree)) // num_slots
     return RowBytes(
-        query=given(queries.query),
-        key=given(keys.key),
-        value=given(keys.value),
-        out=summed(queries.out_grad),
-        lse=given(queries.lse),
-        query_grad=summed(queries.query),
-        key_grad=summed(keys.key),
-        value_grad=summed(keys.value),
-        out_grad=given(queries.out_grad),
+        queries=count(queries), keys=count(keys), query_grad=count(grads.query), keys_grad=count(tuple(grads[1:]))
     )
 
 

@@ -1,7 +1,7 @@
-"""The rows of a branch: from a shard's tokens to the tiles of its schedule, and back.
+"""The rows of a branch: from a shard's tokens to the slots of its schedule, and back.
 
-B batch, n tokens of the shard, K key/value heads, O their offsets (1 where all heads share one, else K); I tiles, C
-chunks of a tile, R rows (slots) of a block.
+B batch, n tokens of the shard, m slots of all its chunks, K key/value heads, O their offsets (1 where all heads share
+one, else K); I tiles, C chunks of a tile, R rows (slots) of a block.
 """
 
 import functools
@@ -31,10 +31,8 @@ class Rows(NamedTuple):
         """Returns the rows of one of the groups of the shard."""
         return self._replace(branch=self.branch.of_group(), shard=self.shard * self.branch.num_groups + group)
 
-    def take(
-        self, tokens: Shaped[Array, "B n K GH"], groups: int | None = None
-    ) -> Shaped[Array, "I B C K R H"] | Shaped[Array, "I B C K G R H"]:
-        """Takes the kept rows of the shard's tokens; of queries, with the groups G apart. Empty slots are junk."""
+    def take(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m K D"]:
+        """Takes the kept rows of the shard's tokens; empty slots are junk."""
         branch = self.branch
         if branch.is_strided:
             rows = _take_one(self._split(tokens), self.offset)  # [B, chunks * rows, K, ..., H]
@@ -44,23 +42,16 @@ class Rows(NamedTuple):
             token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset)
             index = jnp.where(is_row, token - self.shard * branch.shard_length, 0)  # [chunks, slots, O]
             rows = _take(tokens, rearrange(index, "c s O -> (c s) O"))
-        rows = self._resize(rows, branch.num_blocks * branch.block_rows)
-        sizes = {"C": branch.chunks_per_tile, "R": branch.block_rows}
-        if groups is None:
-            return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
-        return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
+        return self._resize(rows, branch.num_blocks * branch.block_rows)
 
     def put(
         self,
-        tokens: Shaped[Array, "B n K GH"],
-        rows: Shaped[Array, "I B C K R H"] | Shaped[Array, "I B C K G R H"],
+        tokens: Shaped[Array, "B n K D"],
+        rows: Shaped[Array, "B m K D"],
         combine: Combine = lambda token, row: row,
-    ) -> Shaped[Array, "B n K GH"]:
+    ) -> Shaped[Array, "B n K D"]:
         """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
         branch = self.branch
-        if rows.ndim == 6:
-            rows = rows[:, :, :, :, None]
-        rows = rearrange(rows, "I B C K G R H -> B (I C R) K (G H)")
         if branch.is_strided:
             rows = self._resize(rows, branch.num_rows)
             return _put_one(self._split(tokens), rows, self.offset, combine).reshape(tokens.shape)
@@ -194,9 +185,26 @@ class Slots(NamedTuple):
         return self._replace(rows=self.rows._replace(offset=self.rows.all_offsets))
 
 
-def make_mask(queries: Slots, keys: Slots, is_new: Any = True) -> Mask:
-    """Returns which queries attend to which keys: those of their segment; nothing where the keys are not new."""
-    branch = queries.rows.branch
+class Meeting(NamedTuple):
+    """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
+
+    Nothing is where the keys are not new.
+    """
+
+    queries: Slots
+    keys: Slots
+    is_new: Any = True
+
+    @property
+    def branch(self) -> BranchSchedule:
+        """The branch that the rows are of."""
+        return self.queries.rows.branch
+
+
+def make_mask(meeting: Meeting) -> Mask:
+    """Returns which queries attend to which keys: those of their segment."""
+    queries, keys, is_new = meeting
+    branch = meeting.branch
 
     def positions(queries: Slots, keys: Slots) -> tuple[Array, Array, Array]:
         token, is_row = queries.tokens()

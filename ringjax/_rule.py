@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from ringjax import _block, _gather, _ring
-from ringjax._block import Keys, Queries, accumulation_dtype
+from ringjax import _gather, _ring
+from ringjax._block import Keys, accumulation_dtype, merge
 from ringjax._plan import Plan
-from ringjax._rows import Rows
+from ringjax._rows import Combine, Rows
 
 # Each strategy is a module of two functions: `forward` and `backward` of one branch on one shard.
 STRATEGIES: dict[str, Any] = {"ring": _ring, "all_gather": _gather}
@@ -31,24 +32,28 @@ def ring_attention(
     return plan.placement.map(shard, inputs="qkk", outputs="qq")(query, key, value)
 
 
-def _ring_attention_fwd(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Any, Any]:
-    results: Any = ring_attention(query, key, value, plan)
-    return results, (query, key, value, *results)
+def _ring_attention_fwd(query: Any, key: Any, value: Any, plan: Plan) -> tuple[Any, Any]:
+    arrays = query.value, key.value, value.value
+    results: Any = ring_attention(*arrays, plan)
+    return results, (*arrays, *results)
 
 
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
-    # The cotangent of a result that nobody used comes as zeros without the result's sharding.
-    out_grad, lse_grad = (plan.placement.reshard(cotangent, "q") for cotangent in cotangents)
+    out = residuals[3]
+    # A result that nobody used has a symbol for its cotangent: of the lse, which few use, it is worth knowing.
+    is_zero = [isinstance(cotangent, SymbolicZero) for cotangent in cotangents]
+    out_grad = jnp.zeros_like(out) if is_zero[0] else cotangents[0]
+    lse_grad = None if is_zero[1] else cotangents[1]
     return _backward(*residuals, out_grad, lse_grad, plan)
 
 
-ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd)
+ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=True)
 
 
 # Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _backward(
-    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Any, plan: Plan
 ) -> tuple[Array, Array, Array]:
     shard = functools.partial(_shard_backward, plan=plan)
     mapped = plan.placement.map(shard, inputs="qkkqqqq", outputs="qkk")
@@ -97,16 +102,29 @@ def _shard_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[
 
     def add_rows(rows: Rows, arrays: Any, total: Any) -> Any:
         query, key, value = arrays
-        out, lse = _branch_forward(rows.take(query, groups), Keys(rows.take(key), rows.take(value)), rows, plan)
-        total_out, total_lse = rows.take(total[0], groups), rows.take(total[1], groups)[..., 0]
-        out, lse = _block.merge(total_out, total_lse, out, lse)
-        return rows.put(total[0], out), rows.put(total[1], lse[..., None])
+        take, put = _layout(rows, plan)
+        out, lse = _branch_forward(take(query, groups), Keys(take(key), take(value)), rows, plan)
+        out, lse = merge(take(total[0], groups), take(total[1], groups)[..., 0], out, lse)
+        return put(total[0], out), put(total[1], lse[..., None])
 
     out_shape = (*query.shape[:-1], value.shape[-1])
     out = jnp.zeros_like(query, accumulation_dtype(query, key, value), shape=out_shape)
     total: Any = _group_heads(out, plan), _group_heads(out[..., :1] - jnp.inf, plan)
     total = _add_branches(add_rows, arrays, total, plan)
     return total[0].astype(query.dtype).reshape(out_shape), total[1].reshape(query.shape[:-1])
+
+
+def _layout(rows: Rows, plan: Plan) -> tuple[Callable[..., Array], Callable[..., Array]]:
+    """Returns what takes rows of tokens and lays them out as the branch is computed, and what puts them back."""
+    branch, implementation = rows.branch, plan.implementation(rows.branch)
+
+    def take(tokens: Array, groups: int | None = None) -> Array:
+        return implementation.lay_out(branch, rows.take(tokens), groups)
+
+    def put(tokens: Array, tiles: Array, *combine: Combine) -> Array:
+        return rows.put(tokens, implementation.take_back(branch, tiles, tokens.shape[2]), *combine)
+
+    return take, put
 
 
 def _add_branches(add_rows: Callable[..., Any], arrays: Any, total: Any, plan: Plan) -> Any:
@@ -135,11 +153,11 @@ def _by_group(add_rows: Callable[..., Any], rows: Rows, arrays: Any, total: Any)
 def _branch_forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array]:
     query = plan.swap(rows.branch, query)
     partial = STRATEGIES[plan.strategy].forward(query, keys, rows, plan)
-    return plan.swap_back(rows.branch, _block.finish(partial))
+    return plan.swap_back(rows.branch, plan.implementation(rows.branch).finish(partial))
 
 
 def _shard_backward(
-    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Array, plan: Plan
+    query: Array, key: Array, value: Array, out: Array, lse: Array, out_grad: Array, lse_grad: Any, plan: Plan
 ) -> tuple[Array, Array, Array]:
     # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
     arrays, ungroup = jax.vjp(functools.partial(_group, plan=plan), query, key, value)
@@ -147,26 +165,29 @@ def _shard_backward(
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, out_grad, zero = jax.lax.optimization_barrier((arrays, out_grad, jnp.zeros((), dtype)))
-    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=dtype) - lse_grad
-    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
-    attends = lse > -jnp.inf
-    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
-    out_grad, lse, delta = (_group_heads(array, plan) for array in (out_grad, lse[..., None], delta[..., None]))
     groups = query.shape[-2] // plan.local_heads
+    # What the backward of each implementation needs of a query, before any rows are taken.
+    of_queries = {
+        branch.implementation: [
+            _group_heads(array, plan) for array in plan.implementation(branch).of_queries(out, lse, out_grad, lse_grad)
+        ]
+        for branch in plan.branches
+    }
 
     def add_rows(rows: Rows, arrays: Any, grads: Any) -> Any:
-        (query, key, value), *of_queries = arrays
-        query, out_grad, lse, delta = (rows.take(array, groups) for array in (query, *of_queries))
-        queries = Queries(query, out_grad, lse[..., 0], delta[..., 0])
-        addends = _branch_backward(queries, Keys(rows.take(key), rows.take(value)), rows, plan)
-        return tuple(rows.put(grad, addend, jnp.add) for grad, addend in zip(grads, addends, strict=True))
+        (query, key, value), of_queries = arrays
+        take, put = _layout(rows, plan)
+        more = of_queries[rows.branch.implementation]
+        queries = plan.implementation(rows.branch).make_queries(*(take(array, groups) for array in (query, *more)))
+        addends = _branch_backward(queries, Keys(take(key), take(value)), rows, plan)
+        return tuple(put(grad, addend, jnp.add) for grad, addend in zip(grads, addends, strict=True))
 
     grads = tuple(jnp.zeros_like(array, dtype) + zero for array in arrays)
-    grads = _add_branches(add_rows, (arrays, out_grad, lse, delta), grads, plan)
+    grads = _add_branches(add_rows, (arrays, of_queries), grads, plan)
     return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
 
 
-def _branch_backward(queries: Queries, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
+def _branch_backward(queries: Any, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
     queries = plan.swap(rows.branch, queries)
     query_grad, *keys_grad = STRATEGIES[plan.strategy].backward(queries, keys, rows, plan)
     return plan.swap_back(rows.branch, query_grad), *keys_grad

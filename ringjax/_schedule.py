@@ -12,17 +12,18 @@ from typing import Any
 from ringjax._pattern import DilatedPattern
 
 MAX_BLOCK_ROWS = 512
+SHARED_BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 64
 MAX_LOGITS = 2**24
 
 
-def choose_block_size(batch_heads: int, itemsize: int) -> int:
+def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
     """Returns the most rows of queries, and of keys, that one tile of logits spans.
 
-    Logits are as wide for narrow rows, beside which they weigh more; and many batches and heads make a tile by
-    themselves: then it spans fewer rows.
+    Logits are as wide for narrow rows, beside which they weigh more; many batches and heads make a tile by themselves;
+    and the CPU devices of one process compute their tiles in the same cache, each on one core: then it spans fewer.
     """
-    rows = min(128 * itemsize, MAX_BLOCK_ROWS)
+    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
     while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
         rows //= 2
     return rows
@@ -44,6 +45,7 @@ class BranchSchedule:
     num_shards: int
     is_causal: bool = False
     max_block_rows: int = MAX_BLOCK_ROWS
+    implementation: str = "xla"
 
     # Rings: shards between two boundaries that are boundaries of segments as well share nothing with the others.
 
@@ -190,6 +192,14 @@ class BranchSchedule:
             and (self.ring_size == 1 or self._is_one_segment)
         )
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether every slot holds a row, and rows of one chunk, or of two shards of a ring, all share a segment."""
+        is_full = (
+            self.num_slots == self.num_chunks * self.num_rows and self.num_shards * self.shard_length == self.length
+        )
+        return is_full and self.is_strided
+
     # Balance: in a causal ring a later shard has more keys to see, in each step all or nothing. So each shard cuts its
     # slots in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 - j. It
     # then has the halves 2j and 2(g-1-j) + 1, in order. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is
@@ -222,6 +232,11 @@ class BranchSchedule:
         half = self.num_slots // 2
         is_swapped = (slot >= half) != self.is_late(shard)
         return shard + is_swapped * (self.partner(shard) - shard), slot % half + is_swapped * half
+
+    def order(self, shard: Any) -> Any:
+        """Returns a number that is smaller for a shard whose first rows to compute are earlier."""
+        holder, slot = self.origin(shard, 0)
+        return holder * self.num_slots + slot
 
     def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""

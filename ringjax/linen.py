@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
 from ringjax._heads import attend, head_dim, output_sharding
+from ringjax._implementation import Implementation
 from ringjax._pattern import DilatedPattern, Offsets
 
 
@@ -43,6 +44,7 @@ class RingDilatedAttention(linen.Module):
     num_kv_heads: int | None = None
     rope_theta: float | None = None
     strategy: Strategy = "ring"
+    implementation: Implementation | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     use_bias: bool = True
@@ -50,6 +52,7 @@ class RingDilatedAttention(linen.Module):
     bias_init: Any = linen.initializers.zeros_init()
     mesh: Any = None
     axis_name: str = "seq"
+    spec: Any = None
 
     @linen.compact
     def __call__(self, inputs: Float[Array, "*B T D"]) -> Float[Array, "*B T E"]:
@@ -76,8 +79,10 @@ class RingDilatedAttention(linen.Module):
             is_causal=self.is_causal,
             rope_theta=self.rope_theta,
             strategy=self.strategy,
+            implementation=self.implementation,
             mesh=self.mesh,
             axis_name=self.axis_name,
+            spec=self.spec,
         )  # [..., T, N, H]
         dot_general = functools.partial(jax.lax.dot_general, out_sharding=output_sharding(inputs))
         out = dense(self.out_features or inputs.shape[-1], axis=(-2, -1), dot_general=dot_general, name="out")

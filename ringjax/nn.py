@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
 from ringjax._heads import attend, head_dim, output_sharding
+from ringjax._implementation import Implementation
 from ringjax._pattern import DilatedPattern, Offsets
 
 
@@ -31,6 +32,7 @@ class RingDilatedAttention(nnx.Module):
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
+      implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
@@ -38,6 +40,7 @@ class RingDilatedAttention(nnx.Module):
       bias_init: initialises the biases.
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
       axis_name: the mesh axis that the sequence is sharded along.
+      spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
       rngs: the random streams that the parameters are drawn from.
 
     Raises:
@@ -66,6 +69,7 @@ class RingDilatedAttention(nnx.Module):
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
         strategy: Strategy = "ring",
+        implementation: Implementation | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
@@ -73,6 +77,7 @@ class RingDilatedAttention(nnx.Module):
         bias_init: nnx.Initializer = initializers.zeros_init(),
         mesh: Any = None,
         axis_name: str = "seq",
+        spec: Any = None,
         rngs: nnx.Rngs,
     ) -> None:
         self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets)
@@ -85,8 +90,10 @@ class RingDilatedAttention(nnx.Module):
         self.is_causal = is_causal
         self.rope_theta = rope_theta
         self.strategy: Strategy = strategy
+        self.implementation: Implementation | None = implementation
         self.mesh = mesh
         self.axis_name = axis_name
+        self.spec = spec
         linear = functools.partial(
             nnx.LinearGeneral,
             dtype=dtype,
@@ -113,7 +120,9 @@ class RingDilatedAttention(nnx.Module):
             is_causal=self.is_causal,
             rope_theta=self.rope_theta,
             strategy=self.strategy,
+            implementation=self.implementation,
             mesh=self.mesh,
             axis_name=self.axis_name,
+            spec=self.spec,
         )  # [..., T, N, H]
         return self.out(heads, out_sharding=output_sharding(inputs))  # [..., T, E]

@@ -3,6 +3,8 @@
 Needs the plugins of jax for CUDA and TPU beside it, of its own version, but no such device; run with `-m aot`.
 """
 
+import re
+
 import pytest
 
 from benchmarks.ahead_of_time import PATTERN, TOKENS, TOPOLOGIES, compile_for, peak, sent
@@ -18,10 +20,15 @@ NOT_OVERLAPPING = {
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_every_permute_in_a_loop_overlaps_with_computation(name, gradient):
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "xla") for name in TOPOLOGIES), ("8 H100s", "cudnn"), ("4 x 8 H100s", "cudnn")],
+)
+def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation, gradient):
     length = TOKENS * (32 if name.startswith("4 x") else 8)
-    text = compile_for(name, gradient, length=length, pattern=((length,), (1,))).as_text()
+    pattern = (length,), (1,)
+    text = compile_for(name, gradient, length=length, pattern=pattern, implementation=implementation).as_text()
+    assert ("__cudnn" in text) == (implementation == "cudnn")
     permutes = loop_permutes(text)
     assert permutes
     assert all(permutes)
@@ -39,6 +46,9 @@ def test_permutes_that_do_not_overlap_are_seen(name):
 def test_memory_of_the_gradient():
     assert peak() <= 24
     assert peak(pattern=PATTERN) <= 18
+    # The output travels with the queries where a kernel wants it; and no tile of logits is kept.
+    assert peak(implementation="cudnn") <= 25
+    assert peak(pattern=PATTERN, implementation="cudnn") <= 12
 
 
 def test_memory_shrinks_with_the_devices():
@@ -51,3 +61,21 @@ def test_memory_shrinks_with_the_devices():
 def test_what_is_sent_is_what_the_schedule_says(is_causal, gradient):
     found, stated = sent(is_causal, gradient)
     assert found == stated
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_kernel_is_chosen_where_it_can_serve(gradient):
+    """On H100s it is for all branches, on TPUs for none: local ones, in one call, and rings, one call for each case."""
+    calls = lambda name: compile_for(name, gradient, pattern=PATTERN, implementation=None).as_text().count('="__cudnn')
+    of_meetings = 4  # a local one, and the three cases of a ring
+    assert calls("8 H100s") >= of_meetings * (2 if gradient else 1)
+    assert calls("v5e:2x4") == 0
+
+
+def test_no_operand_of_a_dense_kernel_is_copied():
+    """With one branch (T, 1) on one device the kernels read queries, keys and values where they are."""
+    compiled = compile_for("8 H100s", False, count=1, length=TOKENS, pattern=((TOKENS,), (1,)), implementation="cudnn")
+    calls = [line for line in compiled.as_text().splitlines() if "__cudnn" in line]
+    assert len(calls) == 1
+    operands = re.search(r" custom-call\((.*?)\), custom_call_target", calls[0]).group(1)
+    assert all("copy" not in operand and "fusion" not in operand for operand in operands.split(", "))

@@ -14,7 +14,7 @@ from ringjax import DilatedPattern, ring_dilated_attention
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
 from ringjax._mesh import Placement
 from ringjax._plan import Plan
-from ringjax._rows import Slots, make_mask
+from ringjax._rows import Meeting, Slots, make_mask
 from ringjax._schedule import make_schedule
 
 HEADS, WIDTH = 2, 6
@@ -47,10 +47,10 @@ def compile_backward(mesh, length, heads, **arguments):
 
 
 def row_bytes(heads, kv_heads, batch=1):
-    """The bytes of one slot in float32."""
+    """The bytes of one slot in float32: for the backward, of its query, and of its results."""
     row = lambda heads: batch * heads * WIDTH * FLOAT
-    query, key, lse = row(heads), row(kv_heads), batch * heads * FLOAT
-    return RowBytes(query, key, key, query, lse, query_grad=query, key_grad=key, value_grad=key, out_grad=query)
+    query, keys, lse = row(heads), 2 * row(kv_heads), batch * heads * FLOAT
+    return RowBytes(2 * query + 2 * lse, keys, query_grad=query, keys_grad=keys), query, query + lse
 
 
 def sent(compiled):
@@ -72,16 +72,20 @@ def test_what_is_sent_is_what_the_schedule_says(segment_length, rate, length, is
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
     pattern = DilatedPattern((segment_length,), (rate,))
     (branch,) = make_schedule(pattern, length, 8, heads[1], is_causal)
-    row = row_bytes(*heads)
+    row, query, results = row_bytes(*heads)
     assert branch.ring_size > 1
     assert queries_travel(row) == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
-    rotated = (branch.ring_size - 1) * branch.num_slots * (row.key + row.value)
-    swapped = branch.num_slots // 2 * (row.query + row.key + row.value + row.out + row.lse)
+    rotated = (branch.ring_size - 1) * branch.num_slots * row.keys
+    swapped = branch.num_slots // 2 * (query + row.keys + results)
     assert branch.is_balanced == (is_causal and segment_length % (length // 8) == 0)
-    assert sent(forward) == forward_bytes(branch, row) == rotated + (swapped if branch.is_balanced else 0)
+    assert (
+        sent(forward)
+        == forward_bytes(branch, query, row.keys, results)
+        == rotated + (swapped if branch.is_balanced else 0)
+    )
     backward = compile_backward(mesh, length, heads, **arguments)
     assert sent(backward) == backward_bytes(branch, row)
     for permute in (*permutes(forward.as_text()), *permutes(backward.as_text())):
@@ -161,7 +165,7 @@ def test_masked_blocks_are_skipped():
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
         rows = Plan(pattern, branches, 1, 1.0, Placement()).rows(branches[0])
         slots = Slots(rows, rows.shard[None], False)
-        visits = make_mask(slots, slots).visits
+        visits = make_mask(Meeting(slots, slots)).visits
         counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)

@@ -1,0 +1,297 @@
+"""Checks and measures attention on one NVIDIA GPU, beside cuDNN's dense attention and torch: everything in one command.
+
+`python benchmarks/on_gpu.py [FOLDER]` writes `gpu_*.json` to benchmarks/results or to FOLDER, and prints the tables.
+`python benchmarks/on_gpu.py --rehearse` runs the same code at small sizes on any device, and writes nothing.
+"""
+
+import datetime
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory as well
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ringjax
+from benchmarks.timing import table
+from ringjax._block import Keys
+from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._rows import Meeting, Rows, Slots
+from ringjax._schedule import BranchSchedule
+
+REHEARSAL = "--rehearse" in sys.argv
+KERNEL = "xla" if REHEARSAL else "cudnn"
+SHRINK = 64 if REHEARSAL else 1
+HEADS, ROUNDS = (2, 2) if REHEARSAL else (16, 20)
+WIDTHS = (16,) if REHEARSAL else (64, 128)
+KEPT = 2048 // SHRINK
+RATES = (1, 2, 4, 8, 16)
+LONGNET = tuple(KEPT * rate for rate in RATES), RATES
+LONG = 131072 // SHRINK
+
+Arrays = tuple[jax.Array, ...]
+Call = Callable[[], Any]
+
+
+def random(length: int, width: int, count: int = 3, heads: int = HEADS, batch: int = 1) -> Arrays:
+    """Returns so many arrays [batch, length, heads, width] in bfloat16."""
+    keys = jax.random.split(jax.random.key(0), count)
+    return tuple(jax.random.normal(key, (batch, length, heads, width), jnp.bfloat16) for key in keys)
+
+
+def ours(*arrays: jax.Array, pattern: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool) -> jax.Array:
+    """Computes attention by the fused kernel."""
+    segment_lengths, dilation_rates = pattern
+    out: Any = ringjax.ring_dilated_attention(
+        *arrays,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        implementation=KERNEL,
+    )
+    return out
+
+
+def dense(*arrays: jax.Array, is_causal: bool) -> jax.Array:
+    """Computes dense attention by what jax offers for it."""
+    return jax.nn.dot_product_attention(*arrays, is_causal=is_causal, implementation=KERNEL)
+
+
+def directions(function: Callable[..., Any], arrays: Arrays) -> dict[str, Call]:
+    """Returns the calls of a function's forward, of its backward alone, and of both."""
+    out, pullback = jax.jit(lambda *arrays: jax.vjp(function, *arrays))(*arrays)
+    forward = jax.jit(function)
+    backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
+    both = jax.jit(lambda cotangent, *arrays: jax.vjp(function, *arrays)[1](cotangent))
+    return {
+        "forward": lambda: forward(*arrays),
+        "backward": lambda: backward(pullback, out),
+        "gradient": lambda: both(out, *arrays),
+    }
+
+
+def device_seconds(call: Call) -> float:
+    """Returns the seconds of one call: of many in a queue, so that the device never waits for the host."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        results = [call() for _ in range(ROUNDS)]
+        jax.block_until_ready(results[-1])
+        times.append((time.perf_counter() - begin) / ROUNDS)
+        del results
+    return statistics.median(times)
+
+
+def compare(one: dict[str, Call], other: dict[str, Call], names: tuple[str, ...]) -> dict[str, float]:
+    """Returns the time of the other over that of the one, in turns: above 1 where the one is faster."""
+    return {name: device_seconds(other[name]) / device_seconds(one[name]) for name in names}
+
+
+def one_branch() -> list[dict[str, Any]]:
+    """The branch (T, 1), beside cuDNN's dense attention."""
+    rows = []
+    for width in WIDTHS:
+        for length in (8192 // SHRINK, 32768 // SHRINK):
+            for is_causal in (False, True):
+                arrays = random(length, width)
+                attend = functools.partial(ours, pattern=((length,), (1,)), is_causal=is_causal)
+                plain = functools.partial(dense, is_causal=is_causal)
+                ratios = compare(directions(attend, arrays), directions(plain, arrays), ("forward", "backward"))
+                rows.append({"T": length, "H": width, "causal": str(is_causal), **ratios})
+    return rows
+
+
+def longnet() -> list[dict[str, Any]]:
+    """Five branches of 2048 rows: their rate over kept pairs, beside dense segments, dense attention and torch."""
+    rows = []
+    for width in WIDTHS:
+        for is_causal in (False, True):
+            arrays = random(LONG, width)
+            calls = directions(functools.partial(ours, pattern=LONGNET, is_causal=is_causal), arrays)
+            segments = tuple(array.reshape(-1, KEPT, HEADS, width) for array in arrays)
+            batch = directions(functools.partial(dense, is_causal=is_causal), segments)
+            pairs = sum(1 / rate for rate in RATES)  # of those of the dense segments
+            row: dict[str, Any] = {"H": width, "causal": str(is_causal)}
+            for name, ratio in compare(calls, batch, ("forward", "gradient")).items():
+                row[f"{name}, rate over dense segments"] = ratio * pairs
+            whole = directions(functools.partial(dense, is_causal=is_causal), arrays)
+            for name, ratio in compare(calls, whole, ("forward", "gradient")).items():
+                row[f"{name}, faster than dense"] = ratio
+            if is_causal and not REHEARSAL:
+                torch = run_torch(width)
+                for name in ("forward", "gradient"):
+                    row[f"{name}, faster than torch"] = torch[name] / device_seconds(calls[name])
+            rows.append(row)
+    columns = dict.fromkeys(key for row in rows for key in row)
+    return [{column: row.get(column, "") for column in columns} for row in rows]
+
+
+def run_torch(width: int) -> dict[str, float]:
+    """Returns the seconds of torch's branches, in a process of its own."""
+    script = ROOT / "benchmarks" / "peers" / "torch_longnet.py"
+    command = [sys.executable, str(script), *map(str, (LONG, HEADS, width, ROUNDS))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return {name: statistics.median(times) for name, times in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def share_of_selection() -> list[dict[str, Any]]:
+    """What selecting rows and merging branches costs: LongNet's time beyond that of its kernels on ready rows."""
+    rows = []
+    for width in WIDTHS:
+        arrays = random(LONG, width)
+        calls = directions(functools.partial(ours, pattern=LONGNET, is_causal=True), arrays)
+        ready = [tuple(array[:, : LONG // rate].reshape(-1, KEPT, HEADS, width) for array in arrays) for rate in RATES]
+        kernels = [directions(functools.partial(dense, is_causal=True), segments) for segments in ready]
+        for name in ("forward", "gradient"):
+            alone = sum(device_seconds(kernel[name]) for kernel in kernels)
+            rows.append({"H": width, "direction": name, "share of the time": 1 - alone / device_seconds(calls[name])})
+    return rows
+
+
+def emulated_ring() -> list[dict[str, Any]]:
+    """A causal ring of 8 on one device, each shard's steps in turn: the sum of the block times over one device's."""
+    implementation, rows = IMPLEMENTATIONS[KERNEL], []
+    for width in WIDTHS:
+        length, shards = 65536 // SHRINK, 8
+        arrays = random(length, width)
+        block = 8 if REHEARSAL else length
+        branch = BranchSchedule(length, 1, length, length // shards, shards, True, block, KERNEL)
+        chunks = [
+            tuple(
+                _computed_rows(array, branch, shard, implementation, index == 0) for index, array in enumerate(arrays)
+            )
+            for shard in range(shards)
+        ]
+        seconds = sum(device_seconds(_steps(branch, shard, chunks, implementation)) for shard in range(shards))
+        alone = directions(functools.partial(ours, pattern=((length,), (1,)), is_causal=True), arrays)
+        rows.append(
+            {"H": width, "T": length, "block times over one device": seconds / device_seconds(alone["forward"])}
+        )
+    return rows
+
+
+def _computed_rows(array: jax.Array, branch: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
+    """The rows that a shard computes: its two halves after the swap."""
+    half = branch.num_slots // 2
+    first = [branch.origin(shard, slot) for slot in (0, half)]
+    tokens = [array[:, holder * branch.num_slots + slot :][:, :half] for holder, slot in first]
+    return implementation.lay_out(branch, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
+
+
+def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
+    offsets = jnp.zeros(1, jnp.uint32)
+    slots = lambda holder: Slots(Rows(branch, jnp.int32(holder), offsets, offsets), jnp.int32([holder]), True)
+
+    def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
+        partial = implementation.start(query, chunks[0][2])
+        for step in range(branch.num_shards):
+            source = branch.source(shard, step)
+            keys, meeting = Keys(*chunks[source][1:]), Meeting(slots(shard), slots(source))
+            partial = implementation.forward(query, keys, meeting, chunks[0][0].shape[-1] ** -0.5, partial)
+        return implementation.finish(partial)
+
+    compiled = jax.jit(attend)
+    return lambda: compiled(chunks[shard][0], chunks)
+
+
+def errors() -> list[dict[str, Any]]:
+    """Root mean square errors against float64, over those of cuDNN's dense attention."""
+    rows, length = [], 2048 // SHRINK
+    for width in WIDTHS:
+        for is_causal in (False, True):
+            arrays = random(length, width, count=4, heads=2)
+            own = _errors(functools.partial(dense, is_causal=is_causal), arrays, ((length,), (1,)), is_causal)
+            for name, pattern in (
+                ("dense", ((length,), (1,))),
+                ("three branches", ((length // 8, length // 2, length), (1, 4, 8))),
+            ):
+                attend = functools.partial(ours, pattern=pattern, is_causal=is_causal)
+                found = _errors(attend, arrays, pattern, is_causal)
+                ratios = {key: found[key] / own[key] for key in found}
+                rows.append({"pattern": name, "H": width, "causal": str(is_causal), **ratios})
+    return rows
+
+
+def _errors(function: Any, arrays: Arrays, pattern: Any, is_causal: bool) -> dict[str, float]:
+    """The errors of the output and the gradients, each over the root mean square of what is right."""
+    *inputs, cotangent = arrays
+
+    def results(function: Any, inputs: Any, cotangent: Any) -> Any:
+        out, pullback = jax.vjp(function, *inputs)
+        return out, *pullback(cotangent)
+
+    reference = functools.partial(
+        ringjax.dilated_attention_reference,
+        segment_lengths=pattern[0],
+        dilation_rates=pattern[1],
+        is_causal=is_causal,
+    )
+    found = jax.jit(functools.partial(results, function))(tuple(inputs), cotangent)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(array), jnp.float64) for array in arrays]
+        exact = jax.jit(functools.partial(results, reference))(tuple(wide[:-1]), wide[-1])
+        exact = [np.asarray(array) for array in exact]
+    spread = lambda array: float(np.sqrt(np.mean(np.square(array))))
+    return {
+        name: spread(np.asarray(one, np.float64) - other) / spread(other)
+        for name, one, other in zip(("out", "query", "key", "value"), found, exact, strict=True)
+    }
+
+
+def longest() -> list[dict[str, Any]]:
+    """The longest sequence of a power of two whose LongNet gradient runs: 16 heads of width 128."""
+    width, length, found = WIDTHS[-1], 2**20 // SHRINK, 0
+    while length <= 2**22 // SHRINK:
+        segments = tuple(min(length, KEPT * rate * 4) for rate in RATES)
+        function = functools.partial(ours, pattern=(segments, RATES), is_causal=True)
+        gradient = jax.jit(jax.grad(lambda *arrays, f=function: f(*arrays).astype(jnp.float32).sum(), (0, 1, 2)))
+        try:
+            jax.block_until_ready(gradient(*random(length, width)))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            break
+        found, length = length, length * 2
+    return [{"H": width, "longest sequence trained": found}]
+
+
+def main() -> None:
+    """Runs everything, writes it, and prints the tables last."""
+    folders = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
+    folder = folders[0] if folders else ROOT / "benchmarks" / "results"
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "numpy": np.__version__},
+        "date": datetime.date.today().isoformat(),
+    }
+    lines = []
+    for measure in (errors, one_branch, longnet, share_of_selection, emulated_ring, longest):
+        begin = time.perf_counter()
+        rows = measure()
+        jax.clear_caches()
+        seconds = f"{time.perf_counter() - begin:.0f} s"
+        print(measure.__name__, seconds, flush=True)
+        claim = (measure.__doc__ or "").splitlines()[0]
+        lines += ["", claim, *table(rows)]
+        if not REHEARSAL:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({**about, "claim": claim, "rows": rows}, indent=1)
+            (folder / f"gpu_{measure.__name__}.json").write_text(text + "\n")
+    print(f"{about['device']}, jax {jax.__version__}, {about['date']}", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

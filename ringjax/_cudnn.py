@@ -1,0 +1,109 @@
+"""The kernel "cudnn": cuDNN's fused attention, by the primitives of jax that its public function stands on.
+
+The public function differentiates with an lse of its own; the rings need the backward of some keys with the lse of all.
+"""
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax._block import Keys
+from ringjax._fused import FusedQueries
+
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as _jax
+except ImportError:
+    _jax = None
+
+# The arrays that the primitives take after query, key and value, and do not need; then the parameters of both.
+_UNUSED_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
+_PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+_NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Returns what this version of jax lacks of what is used here, with one warning."""
+    missing = _find_missing(_jax)
+    if missing:
+        warnings.warn(f"cuDNN's attention is not used: jax has {missing}", stacklevel=2)
+    return missing
+
+
+def _find_missing(module: Any) -> str | None:
+    for name in ("MaskType", "AttentionLayout", "_dot_product_attention_fwd_impl", "_dot_product_attention_bwd_impl"):
+        if not hasattr(module, name):
+            return f"no {name}"
+    for direction in ("fwd", "bwd"):
+        name = f"_dot_product_attention_{direction}_p_wrapper"
+        if not hasattr(getattr(module, name, None), "bind"):
+            return f"no primitive {name}"
+        names = list(inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters)
+        arrays = 3 + _UNUSED_ARRAYS + (3 if direction == "bwd" else 0)
+        if "score_mod_args" in names:  # none of them is passed
+            names.remove("score_mod_args")
+        known = {*_PARAMETERS, *_NEWER_PARAMETERS, "is_training"}
+        if names.index("scale") != arrays or not set(_PARAMETERS) <= set(names[arrays:]) <= known:
+            return f"other parameters of {name}"
+    return None
+
+
+def obstacle(query: Any, key: Any, value: Any, platform: str) -> str | None:
+    """Returns why cuDNN cannot compute such arrays on such a platform, None where it can."""
+    del key
+    if platform not in ("gpu", "cuda"):
+        return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
+    if query.dtype != value.dtype:
+        return f"it takes one dtype, and query is of {query.dtype} and value of {value.dtype}"
+    width = query.shape[-1]
+    if width != value.shape[-1] or width % 8 or width > 128:
+        return f"heads must be as wide in value as in query, a multiple of 8 up to 128: {width}, {value.shape[-1]}"
+    return _missing()
+
+
+def attend(
+    query: Float[Array, "B Rq N H"],
+    key: Float[Array, "B Rk K H"],
+    value: Float[Array, "B Rk K V"],
+    is_causal: bool,
+    scale: float,
+) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
+    """Returns the output and the lse of each row."""
+    out, lse = _bind("fwd", (query, key, value), (), is_causal, scale, is_training=True)
+    return out, lse.swapaxes(1, 2)
+
+
+def differentiate(
+    queries: FusedQueries, keys: Keys, is_causal: bool, scale: float
+) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
+    """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
+    dtype = queries.query.dtype
+    given = queries.lse.astype(jnp.float32).swapaxes(1, 2), queries.out.astype(dtype), queries.out_grad.astype(dtype)
+    return _bind("bwd", (queries.query, *keys), given, is_causal, scale)
+
+
+def _bind(
+    direction: str, arrays: tuple[Array, ...], given: tuple[Array, ...], is_causal: bool, scale: float, **more: Any
+) -> Any:
+    jax: Any = _jax
+    names = inspect.signature(getattr(jax, f"_dot_product_attention_{direction}_impl")).parameters
+    parameters = dict(
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=jax.MaskType.CAUSAL if is_causal else jax.MaskType.NO_MASK,
+        layout=jax.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        **{name: value for name, value in _NEWER_PARAMETERS.items() if name in names},
+        **more,
+    )
+    unused = [jnp.zeros(0, arrays[0].dtype)] * _UNUSED_ARRAYS
+    primitive = getattr(jax, f"_dot_product_attention_{direction}_p_wrapper")
+    return tuple(primitive.bind(*arrays, *unused, *given, **parameters))
