@@ -67,6 +67,11 @@ def has_dimension(text: str, size: int) -> bool:
     return any(size in shape for _, shape in _arrays(text))
 
 
+def array_sizes(text: str) -> list[int]:
+    """Returns the number of elements of each array that a piece of a program names."""
+    return [math.prod(shape) for _, shape in _arrays(text)]
+
+
 def _computations(text: str) -> dict[str, list[str]]:
     computations, lines = {}, []
     for line in text.splitlines():

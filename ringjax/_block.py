@@ -5,7 +5,8 @@ for each key. Letters: I tiles of queries, J tiles of keys, B batch, C chunks th
 G query heads of one key/value head, R rows of a tile, H width of queries and keys, V width of values.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -179,16 +180,16 @@ def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Arra
 
 
 def merge(
-    out: Float[Array, "*rows V"], lse: Float[Array, "*rows"], other_out: Array, other_lse: Array
+    outs: Sequence[Float[Array, "*rows V"]], lses: Sequence[Float[Array, "*rows"]]
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """Returns the output and the lse of the softmax over the keys of two partial results, each key of both counted."""
-    maximum = jnp.maximum(lse, other_lse)
+    """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
+    maximum = functools.reduce(jnp.maximum, lses)
     shift = jnp.where(maximum == -jnp.inf, 0, maximum)
-    weight, other_weight = jnp.exp(lse - shift), jnp.exp(other_lse - shift)
-    total = weight + other_weight
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
     divisor = jnp.where(total == 0, 1, total)
-    merged = out * (weight / divisor)[..., None] + other_out * (other_weight / divisor)[..., None]
-    return merged, maximum + jnp.log(divisor)
+    parts = [out * (weight / divisor)[..., None] for out, weight in zip(outs, weights, strict=True)]
+    return functools.reduce(jnp.add, parts), maximum + jnp.log(divisor)
 
 
 # The backward. With L the global lse of a row, P = exp(S - L) are its weights over all keys of all branches, wherever

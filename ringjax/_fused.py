@@ -71,6 +71,7 @@ class Fused:
 
     # Of an array that is laid out, the axis along which the slots of a shard follow each other.
     SLOTS_AXIS = 1
+    IS_FUSED = True
 
     def lay_out(self, branch: BranchSchedule, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts chunks beside batches, and all heads in one dimension."""
@@ -106,7 +107,7 @@ class Fused:
             return nothing.out.astype(query.dtype), nothing.lse
 
         out, lse = _switch(meeting, attend, all_on_early, late_on_all, nothing)(query, keys)
-        return FusedPartial(*merge(*partial, out, lse))
+        return FusedPartial(*merge((partial.out, out), (partial.lse, lse)))
 
     def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
         """Returns the output and the lse of each row."""

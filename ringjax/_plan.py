@@ -44,10 +44,9 @@ class Plan:
         shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
         offset = lambda head: self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads)
         all_offsets = jnp.asarray(np.unique(offset(np.arange(self.num_kv_heads))), jnp.uint32)
-        if all_offsets.size == 1:
-            return Rows(branch, shard, all_offsets, all_offsets)
         head = (self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)).astype(jnp.uint32)
-        return Rows(branch, shard, offset(head), all_offsets)
+        offsets = all_offsets if all_offsets.size == 1 else offset(head)
+        return Rows(branch, shard, offsets, all_offsets, is_whole=not self.placement.unmapped)
 
     @staticmethod
     def implementation(branch: BranchSchedule) -> Any:

@@ -20,12 +20,16 @@ Combine = Callable[[Array, Array], Array]
 
 
 class Rows(NamedTuple):
-    """The rows that one shard keeps in one branch: for the offset of each of its heads, among those of all heads."""
+    """The rows that one shard keeps in one branch: for the offset of each of its heads, among those of all heads.
+
+    `is_whole` says that no axis of the mesh cuts the shard's batches and heads further, as the compiler chooses.
+    """
 
     branch: BranchSchedule
     shard: Int[Array, ""]
     offset: UInt[Array, "O"]
     all_offsets: UInt[Array, "A"]
+    is_whole: bool = False
 
     def of_group(self, group: Any) -> "Rows":
         """Returns the rows of one of the groups of the shard."""
@@ -35,7 +39,7 @@ class Rows(NamedTuple):
         """Takes the kept rows of the shard's tokens; empty slots are junk."""
         branch = self.branch
         if branch.is_strided:
-            rows = _take_one(self._split(tokens), self.offset)  # [B, chunks * rows, K, ..., H]
+            rows = self._take_one(self._split(tokens))  # [B, chunks * rows, K, ..., H]
         else:
             slots = branch.num_blocks * branch.block_rows
             chunk, slot = _count(branch.num_chunks)[:, None, None], _count(slots)[:, None]
@@ -54,13 +58,36 @@ class Rows(NamedTuple):
         branch = self.branch
         if branch.is_strided:
             rows = self._resize(rows, branch.num_rows)
-            return _put_one(self._split(tokens), rows, self.offset, combine).reshape(tokens.shape)
+            return self._put_one(self._split(tokens), rows, combine).reshape(tokens.shape)
         shard = self.shard.astype(jnp.uint32)
         token = shard * branch.shard_length + _count(branch.shard_length)[:, None]  # [n, 1]
         chunk, slot = branch.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
         is_kept = branch.is_kept(token, self.offset)  # [n, O]
         index = jnp.where(is_kept, chunk * (branch.num_blocks * branch.block_rows) + slot, 0)
         return jnp.where(is_kept[..., None], combine(tokens, _take(rows, index)), tokens)
+
+    def spread(self, rows: Shaped[Array, "B m K D"], fill: float) -> Shaped[Array, "B n K D"]:
+        """Returns tokens with the rows of a dense branch in their places, and `fill` elsewhere.
+
+        Selected, so that what is made of it reads each row once and keeps no tokens.
+        """
+        split = jnp.where(_is_offset(self.branch.dilation_rate, self.offset), rows[:, :, None], fill)
+        return rearrange(split, "B m r K D -> B (m r) K D")
+
+    def _take_one(self, split: Shaped[Array, "B m r K D"]) -> Shaped[Array, "B m K D"]:
+        if split.shape[2] == 1:
+            return split[:, :, 0]
+        ways = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if self.is_whole else {})
+        return jax.lax.platform_dependent(split, self.offset, **ways)
+
+    def _put_one(
+        self, split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], combine: Combine
+    ) -> Shaped[Array, "B m r K D"]:
+        if split.shape[2] == 1:
+            return combine(split[:, :, 0], rows)[:, :, None]
+        ways = {"cpu": put_slices, "default": put_selected}
+        ways = {platform: functools.partial(function, combine=combine) for platform, function in ways.items()}
+        return jax.lax.platform_dependent(split, rows, self.offset, **ways)
 
     def _split(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m r K D"]:
         return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.branch.dilation_rate)
@@ -86,41 +113,26 @@ def _take(array: Shaped[Array, "B m K D"], index: Integer[Array, "M O"]) -> Shap
     return jnp.take_along_axis(array, index[None, :, :, None], axis=1, mode="promise_in_bounds")
 
 
-# One of r tokens for each head. CPUs copy one slice for each head of a batch of heads, in one piece, and touch none of
-# the other tokens. Elsewhere gathers and scatters transpose all of their operand, and a selection is one fused pass.
-# Both stay local along a sharded head axis.
-
-
-def _take_one(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
-    if split.shape[2] == 1:
-        return split[:, :, 0]
-    return jax.lax.platform_dependent(split, offset, cpu=take_slices, default=take_selected)
-
-
-def _put_one(
-    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
-) -> Shaped[Array, "B m r K D"]:
-    if split.shape[2] == 1:
-        return combine(split[:, :, 0], rows)[:, :, None]
-    put = {"cpu": put_slices, "default": put_selected}
-    put = {platform: functools.partial(function, combine=combine) for platform, function in put.items()}
-    return jax.lax.platform_dependent(split, rows, offset, **put)
+# One of r tokens for each head, in three ways. CPUs copy one slice for each head of a batch of heads, in one piece, and
+# touch none of the other tokens. GPUs gather single vectors, which touches no others either, but needs all dimensions
+# before in one: only where no compiler shards them. Elsewhere, and where one does, gathers and scatters would transpose
+# all of their operand, and a selection is one fused pass.
 
 
 def take_selected(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
     """Returns the token number `offset` of each r, by selection."""
-    return jnp.where(_is_offset(split, offset), split, 0).sum(axis=2, dtype=split.dtype)
+    return jnp.where(_is_offset(split.shape[2], offset), split, 0).sum(axis=2, dtype=split.dtype)
 
 
 def put_selected(
     split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
 ) -> Shaped[Array, "B m r K D"]:
     """Replaces the token number `offset` of each r, by selection."""
-    return jnp.where(_is_offset(split, offset), combine(split, rows[:, :, None]), split)
+    return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
 
 
-def _is_offset(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Bool[Array, "r O 1"]:
-    return (_count(split.shape[2])[:, None] == offset)[..., None]
+def _is_offset(rate: int, offset: UInt[Array, "O"]) -> Bool[Array, "rate O 1"]:
+    return (_count(rate)[:, None] == offset)[..., None]
 
 
 def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
@@ -153,6 +165,18 @@ def put_slices(
     return jax.lax.scatter(
         split, index, rows, numbers, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
     )
+
+
+def take_vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+    """Returns the token number `offset` of each r, vector by vector."""
+    index = _vectors(split, offset)
+    return split.reshape(-1, split.shape[-1]).at[index].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> UInt[Array, "B m K"]:
+    batch, count, rate, heads, _ = split.shape
+    of_first = _count(batch * count).reshape(batch, count, 1) * (rate * heads)
+    return of_first + (offset * heads + _count(heads))
 
 
 def _of_heads(offset: UInt[Array, "O"], heads: int) -> Int[Array, "K 1"]:

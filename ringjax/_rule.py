@@ -100,17 +100,25 @@ def _shard_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[
     arrays = _group(query, key, value, plan)
     groups = query.shape[-2] // plan.local_heads
 
-    def add_rows(rows: Rows, arrays: Any, total: Any) -> Any:
+    def attend(rows: Rows, arrays: Any) -> Any:
         query, key, value = arrays
-        take, put = _layout(rows, plan)
+        take, _ = _layout(rows, plan)
         out, lse = _branch_forward(take(query, groups), Keys(take(key), take(value)), rows, plan)
-        out, lse = merge(take(total[0], groups), take(total[1], groups)[..., 0], out, lse)
-        return put(total[0], out), put(total[1], lse[..., None])
+        return out, lse[..., None]
+
+    def add(rows: Rows, total: Any, results: Any) -> Any:
+        take, put = _layout(rows, plan)
+        before = tuple(take(array, groups) for array in total)
+        return tuple(map(put, total, merge_all([before, results])))
+
+    def merge_all(parts: list[Any]) -> Any:
+        out, lse = merge([out for out, _ in parts], [lse[..., 0] for _, lse in parts])
+        return out, lse[..., None]
 
     out_shape = (*query.shape[:-1], value.shape[-1])
     out = jnp.zeros_like(query, accumulation_dtype(query, key, value), shape=out_shape)
     total: Any = _group_heads(out, plan), _group_heads(out[..., :1] - jnp.inf, plan)
-    total = _add_branches(add_rows, arrays, total, plan)
+    total = _add_branches(attend, add, merge_all, arrays, total, (0.0, -jnp.inf), (groups, groups), plan)
     return total[0].astype(query.dtype).reshape(out_shape), total[1].reshape(query.shape[:-1])
 
 
@@ -127,11 +135,40 @@ def _layout(rows: Rows, plan: Plan) -> tuple[Callable[..., Array], Callable[...,
     return take, put
 
 
-def _add_branches(add_rows: Callable[..., Any], arrays: Any, total: Any, plan: Plan) -> Any:
-    """Adds all branches to a total of tokens [B, n, ...]."""
+# Totals are of tokens [B, n, K, GD]. On CPUs every pass over all tokens costs: branches are added one by one, to the
+# rows that they keep. A fused kernel leaves its rows narrow and whole, and all branches are one pass over the tokens.
+
+
+def _add_branches(
+    compute: Callable[[Rows, Any], Any],
+    add: Callable[[Rows, Any, Any], Any],
+    add_all: Callable[[list[Any]], Any],
+    arrays: Any,
+    total: Any,
+    fills: tuple[float, ...],
+    groups: tuple[int, ...],
+    plan: Plan,
+) -> Any:
+    """Adds all branches to a total, of which `fills` are the neutral values and `groups` those of the heads."""
+    fused = []
     for branch in plan.branches:
-        total = _by_group(add_rows, plan.rows(branch), arrays, total)
-    return total
+        rows = plan.rows(branch)
+        if plan.implementation(branch).IS_FUSED:
+            fused.append((rows, compute(rows, arrays)))
+        else:
+            add_rows = lambda rows, arrays, total: add(rows, total, compute(rows, arrays))
+            total = _by_group(add_rows, rows, arrays, total)
+    if not fused:
+        return total
+
+    apart = lambda arrays: tuple(
+        array.reshape(*array.shape[:3], group, -1) for array, group in zip(arrays, groups, strict=True)
+    )  # [B, n, K, G, D]
+    parts = [apart(total)]
+    for rows, tiles in fused:
+        take_back = functools.partial(plan.implementation(rows.branch).take_back, rows.branch, heads=total[0].shape[2])
+        parts.append(apart(map(rows.spread, map(take_back, tiles), fills)))
+    return jax.tree.map(lambda array, one: one.reshape(array.shape), total, add_all(parts))
 
 
 def _by_group(add_rows: Callable[..., Any], rows: Rows, arrays: Any, total: Any) -> Any:
@@ -174,16 +211,24 @@ def _shard_backward(
         for branch in plan.branches
     }
 
-    def add_rows(rows: Rows, arrays: Any, grads: Any) -> Any:
+    def differentiate(rows: Rows, arrays: Any) -> Any:
         (query, key, value), of_queries = arrays
-        take, put = _layout(rows, plan)
+        take, _ = _layout(rows, plan)
         more = of_queries[rows.branch.implementation]
         queries = plan.implementation(rows.branch).make_queries(*(take(array, groups) for array in (query, *more)))
-        addends = _branch_backward(queries, Keys(take(key), take(value)), rows, plan)
-        return tuple(put(grad, addend, jnp.add) for grad, addend in zip(grads, addends, strict=True))
+        return _branch_backward(queries, Keys(take(key), take(value)), rows, plan)
+
+    def add(rows: Rows, total: Any, addends: Any) -> Any:
+        _, put = _layout(rows, plan)
+        return tuple(put(grad, addend, jnp.add) for grad, addend in zip(total, addends, strict=True))
+
+    def add_all(parts: list[Any]) -> Any:
+        return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), parts)
 
     grads = tuple(jnp.zeros_like(array, dtype) + zero for array in arrays)
-    grads = _add_branches(add_rows, (arrays, of_queries), grads, plan)
+    grads = _add_branches(
+        differentiate, add, add_all, (arrays, of_queries), grads, (0.0, 0.0, 0.0), (groups, 1, 1), plan
+    )
     return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
 
 

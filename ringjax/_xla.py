@@ -16,6 +16,7 @@ from ringjax._schedule import BranchSchedule
 
 # Of an array that is laid out, the axis along which the slots of a shard follow each other.
 SLOTS_AXIS = 0
+IS_FUSED = False
 
 start, finish = _block.start, _block.finish
 start_gradients, finish_gradients = _block.start_gradients, _block.finish_gradients

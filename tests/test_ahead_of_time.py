@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from benchmarks.ahead_of_time import PATTERN, TOKENS, TOPOLOGIES, compile_for, peak, sent
-from benchmarks.programs import loop_permutes
+from benchmarks.ahead_of_time import HEADS, PATTERN, TOKENS, TOPOLOGIES, WIDTH, compile_for, peak, sent
+from benchmarks.programs import array_sizes, loop_permutes
 
 pytestmark = pytest.mark.aot
 
@@ -70,6 +70,17 @@ def test_the_kernel_is_chosen_where_it_can_serve(gradient):
     of_meetings = 4  # a local one, and the three cases of a ring
     assert calls("8 H100s") >= of_meetings * (2 if gradient else 1)
     assert calls("v5e:2x4") == 0
+
+
+@pytest.mark.parametrize(("gradient", "count"), [(False, 1), (True, 5)])
+def test_branches_are_merged_in_one_pass(gradient, count):
+    """Around the kernels only the output, its cotangent and the three gradients are written for all tokens."""
+    length, pattern = 8 * TOKENS, ((2048, 8192, 32768), (1, 4, 16))
+    compiled = compile_for("8 H100s", gradient, count=1, length=length, pattern=pattern, implementation="cudnn")
+    entry = compiled.as_text().split("ENTRY")[1]
+    fusions = [line.split(" fusion(")[0] for line in entry.splitlines() if " fusion(" in line]
+    sizes = [size for line in fusions for size in array_sizes(line)]
+    assert sum(size >= length * HEADS * WIDTH for size in sizes) == count
 
 
 def test_no_operand_of_a_dense_kernel_is_copied():

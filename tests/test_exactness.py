@@ -76,13 +76,14 @@ def test_any_scale_is_exact(scale):
     assert_close(ring_results(arrays, mesh=make_mesh(seq=2), **arguments), reference_results(arrays, **arguments))
 
 
-def test_slices_and_selections_of_rows_are_the_same():
-    """What CPUs run, and what other devices run."""
+def test_slices_vectors_and_selections_of_rows_are_the_same():
+    """What CPUs run, what GPUs run, and what other devices run."""
     rng = np.random.default_rng(0)
     split, rows = jnp.asarray(rng.normal(size=(2, 5, 3, 4, 6))), jnp.asarray(rng.normal(size=(2, 5, 4, 6)))
     for offset in (jnp.array([1], jnp.uint32), jnp.array([0, 1, 2, 0], jnp.uint32)):
         taken = _rows.take_slices(split, offset)
         np.testing.assert_array_equal(taken, _rows.take_selected(split, offset))
+        np.testing.assert_array_equal(taken, _rows.take_vectors(split, offset))
         np.testing.assert_array_equal(taken[:, :, 1], split[:, :, 1, 1])
         for combine in (jnp.add, lambda token, row: row):
             put = _rows.put_slices(split, rows, offset, combine=combine)
