@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory as well
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 import jax.numpy as jnp
@@ -83,16 +84,19 @@ def directions(function: Callable[..., Any], arrays: Arrays) -> dict[str, Call]:
 
 
 def device_seconds(call: Call) -> float:
-    """Returns the seconds of one call: of many in a queue, so that the device never waits for the host."""
+    """Returns the seconds of one call: of several in a queue, so that the device never waits for the host."""
     jax.block_until_ready(call())
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        results = [call() for _ in range(ROUNDS)]
-        jax.block_until_ready(results[-1])
-        times.append((time.perf_counter() - begin) / ROUNDS)
-        del results
-    return statistics.median(times)
+    one = _queue(call, 1)
+    count = max(1, min(ROUNDS, int(0.2 / one)))
+    return statistics.median(_queue(call, count) for _ in range(3))
+
+
+def _queue(call: Call, count: int) -> float:
+    begin, result = time.perf_counter(), None
+    for _ in range(count):
+        result = call()  # the one before is freed: a device computes calls in order
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begin) / count
 
 
 def compare(one: dict[str, Call], other: dict[str, Call], names: tuple[str, ...]) -> dict[str, float]:

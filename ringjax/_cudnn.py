@@ -8,6 +8,7 @@ import inspect
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -19,6 +20,14 @@ try:
 except ImportError:
     _jax = None
 
+_NAMES = (
+    "MaskType",
+    "AttentionLayout",
+    "check_compute_capability",
+    "check_cudnn_version",
+    "_dot_product_attention_fwd_impl",
+    "_dot_product_attention_bwd_impl",
+)
 # The arrays that the primitives take after query, key and value, and do not need; then the parameters of both.
 _UNUSED_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
 _PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
@@ -27,28 +36,38 @@ _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
 
 @functools.cache
 def _missing() -> str | None:
-    """Returns what this version of jax lacks of what is used here, with one warning."""
-    missing = _find_missing(_jax)
+    """Returns what jax or the machine lack of what is used here, with one warning."""
+    missing = _find_missing(_jax) or (_find_lacking(_jax) if jax.default_backend() == "gpu" else None)
     if missing:
-        warnings.warn(f"cuDNN's attention is not used: jax has {missing}", stacklevel=2)
+        warnings.warn(f"cuDNN's attention is not used: {missing}", stacklevel=2)
     return missing
 
 
+def _find_lacking(module: Any) -> str | None:
+    if not module.check_compute_capability("8.0"):
+        return "it needs an NVIDIA GPU of compute capability 8.0 at least"
+    try:
+        module.check_cudnn_version()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def _find_missing(module: Any) -> str | None:
-    for name in ("MaskType", "AttentionLayout", "_dot_product_attention_fwd_impl", "_dot_product_attention_bwd_impl"):
+    for name in _NAMES:
         if not hasattr(module, name):
-            return f"no {name}"
+            return f"this version of jax has no {name}"
     for direction in ("fwd", "bwd"):
         name = f"_dot_product_attention_{direction}_p_wrapper"
         if not hasattr(getattr(module, name, None), "bind"):
-            return f"no primitive {name}"
+            return f"this version of jax has no primitive {name}"
         names = list(inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters)
         arrays = 3 + _UNUSED_ARRAYS + (3 if direction == "bwd" else 0)
         if "score_mod_args" in names:  # none of them is passed
             names.remove("score_mod_args")
         known = {*_PARAMETERS, *_NEWER_PARAMETERS, "is_training"}
         if names.index("scale") != arrays or not set(_PARAMETERS) <= set(names[arrays:]) <= known:
-            return f"other parameters of {name}"
+            return f"this version of jax has other parameters of {name}"
     return None
 
 
@@ -91,19 +110,19 @@ def differentiate(
 def _bind(
     direction: str, arrays: tuple[Array, ...], given: tuple[Array, ...], is_causal: bool, scale: float, **more: Any
 ) -> Any:
-    jax: Any = _jax
-    names = inspect.signature(getattr(jax, f"_dot_product_attention_{direction}_impl")).parameters
+    module: Any = _jax
+    names = inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters
     parameters = dict(
         scale=scale,
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=jax.MaskType.CAUSAL if is_causal else jax.MaskType.NO_MASK,
-        layout=jax.AttentionLayout.BTNH.value,
+        mask_type=module.MaskType.CAUSAL if is_causal else module.MaskType.NO_MASK,
+        layout=module.AttentionLayout.BTNH.value,
         sliding_window_length=None,
         **{name: value for name, value in _NEWER_PARAMETERS.items() if name in names},
         **more,
     )
     unused = [jnp.zeros(0, arrays[0].dtype)] * _UNUSED_ARRAYS
-    primitive = getattr(jax, f"_dot_product_attention_{direction}_p_wrapper")
+    primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
     return tuple(primitive.bind(*arrays, *unused, *given, **parameters))

@@ -3,12 +3,19 @@
 Needs the plugins of jax for CUDA and TPU beside it, of its own version, but no such device; run with `-m aot`.
 """
 
+import functools
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from benchmarks.ahead_of_time import HEADS, PATTERN, TOKENS, TOPOLOGIES, WIDTH, compile_for, peak, sent
+from benchmarks.ahead_of_time import HEADS, PATTERN, TOKENS, TOPOLOGIES, WIDTH, compile_for, devices, peak, sent
 from benchmarks.programs import array_sizes, loop_permutes
+from ringjax import ring_dilated_attention
 
 pytestmark = pytest.mark.aot
 
@@ -90,3 +97,23 @@ def test_no_operand_of_a_dense_kernel_is_copied():
     assert len(calls) == 1
     operands = re.search(r" custom-call\((.*?)\), custom_call_target", calls[0]).group(1)
     assert all("copy" not in operand and "fusion" not in operand for operand in operands.split(", "))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_other_axes_gather_nothing(kind):
+    """Batches over one axis, heads over another: known from the types, or from `spec`."""
+    names = ("data", "seq", "tensor")
+    mesh = Mesh(np.array(devices("h100", "1x1x8")).reshape(2, 2, 2), names, axis_types=(kind,) * 3)
+    array = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(*names)))
+    arguments = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4), "is_causal": True, "mesh": mesh}
+    spec = P(*names) if kind == AxisType.Auto else None
+
+    def results(*arrays):
+        attend = functools.partial(ring_dilated_attention, implementation="cudnn", spec=spec, **arguments)
+        return jax.vjp(attend, *arrays)[1](arrays[0])
+
+    with jax.enable_x64(False):
+        text = jax.jit(results).lower(array, array, array).compile().as_text()
+    assert "__cudnn" in text
+    for collective in ("all-gather", "all-to-all", "all-reduce"):
+        assert collective not in text

@@ -253,7 +253,7 @@ def test_the_guard_against_other_versions_of_jax(monkeypatch):
     whole = _cudnn._jax
     assert _cudnn._find_missing(whole) is None
     without = types.SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != "MaskType"})
-    assert _cudnn._find_missing(without) == "no MaskType"
+    assert _cudnn._find_missing(without) == "this version of jax has no MaskType"
     other = types.SimpleNamespace(**vars(whole))
     other._dot_product_attention_bwd_impl = lambda query, key, value, scale: None
     assert "other parameters" in _cudnn._find_missing(other)
@@ -262,9 +262,25 @@ def test_the_guard_against_other_versions_of_jax(monkeypatch):
     monkeypatch.setattr(_cudnn, "_jax", None)
     _cudnn._missing.cache_clear()
     array = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-    with pytest.warns(UserWarning, match="cuDNN's attention is not used: jax has no MaskType"):
-        assert _cudnn.obstacle(array, array, array, "gpu") == "no MaskType"
+    with pytest.warns(UserWarning, match="cuDNN's attention is not used: this version of jax has no MaskType"):
+        assert _cudnn.obstacle(array, array, array, "gpu") == "this version of jax has no MaskType"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _cudnn.obstacle(array, array, array, "gpu") == "no MaskType"
+        assert _cudnn.obstacle(array, array, array, "gpu") == "this version of jax has no MaskType"
     _cudnn._missing.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "library", "lacking"),
+    [(True, None, None), (False, None, "compute capability 8.0"), (True, RuntimeError("no cuDNN"), "no cuDNN")],
+)
+def test_machines_that_lack_something(capability, library, lacking):
+    def check_cudnn_version():
+        if library:
+            raise library
+
+    module = types.SimpleNamespace(
+        check_compute_capability=lambda needed: capability, check_cudnn_version=check_cudnn_version
+    )
+    found = _cudnn._find_lacking(module)
+    assert found == lacking if lacking is None else lacking in found
