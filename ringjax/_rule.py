@@ -5,7 +5,6 @@ N = K * G, H and V the widths.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +14,9 @@ from jaxtyping import Array, Float
 
 from ringjax import _gather, _ring
 from ringjax._block import Keys, accumulation_dtype, merge
+from ringjax._branches import Addition, Layout, add_branches
 from ringjax._plan import Plan
-from ringjax._rows import Combine, Rows
+from ringjax._rows import Rows
 
 # Each strategy is a module of two functions: `forward` and `backward` of one branch on one shard.
 STRATEGIES: dict[str, Any] = {"ring": _ring, "all_gather": _gather}
@@ -100,91 +100,27 @@ def _shard_forward(query: Array, key: Array, value: Array, plan: Plan) -> tuple[
     arrays = _group(query, key, value, plan)
     groups = query.shape[-2] // plan.local_heads
 
-    def attend(rows: Rows, arrays: Any) -> Any:
+    def attend(layout: Layout, arrays: Any) -> Any:
         query, key, value = arrays
-        take, _ = _layout(rows, plan)
-        out, lse = _branch_forward(take(query, groups), Keys(take(key), take(value)), rows, plan)
+        out, lse = _branch_forward(
+            layout.take(query, groups), Keys(layout.take(key), layout.take(value)), layout.rows, plan
+        )
         return out, lse[..., None]
 
-    def add(rows: Rows, total: Any, results: Any) -> Any:
-        take, put = _layout(rows, plan)
-        before = tuple(take(array, groups) for array in total)
-        return tuple(map(put, total, merge_all([before, results])))
+    def merge_one(layout: Layout, total: Any, results: Any) -> Any:
+        before = tuple(layout.take(array, groups) for array in total)
+        return tuple(map(layout.put, total, merge_many([before, results])))
 
-    def merge_all(parts: list[Any]) -> Any:
+    def merge_many(parts: list[Any]) -> Any:
         out, lse = merge([out for out, _ in parts], [lse[..., 0] for _, lse in parts])
         return out, lse[..., None]
 
     out_shape = (*query.shape[:-1], value.shape[-1])
     out = jnp.zeros_like(query, accumulation_dtype(query, key, value), shape=out_shape)
     total: Any = _group_heads(out, plan), _group_heads(out[..., :1] - jnp.inf, plan)
-    total = _add_branches(attend, add, merge_all, arrays, total, (0.0, -jnp.inf), (groups, groups), plan)
-    return total[0].astype(query.dtype).reshape(out_shape), total[1].reshape(query.shape[:-1])
-
-
-def _layout(rows: Rows, plan: Plan) -> tuple[Callable[..., Array], Callable[..., Array]]:
-    """Returns what takes rows of tokens and lays them out as the branch is computed, and what puts them back."""
-    branch, implementation = rows.branch, plan.implementation(rows.branch)
-
-    def take(tokens: Array, groups: int | None = None) -> Array:
-        return implementation.lay_out(branch, rows.take(tokens), groups)
-
-    def put(tokens: Array, tiles: Array, *combine: Combine) -> Array:
-        return rows.put(tokens, implementation.take_back(branch, tiles, tokens.shape[2]), *combine)
-
-    return take, put
-
-
-# Totals are of tokens [B, n, K, GD]. On CPUs every pass over all tokens costs: branches are added one by one, to the
-# rows that they keep. A fused kernel leaves its rows narrow and whole, and all branches are one pass over the tokens.
-
-
-def _add_branches(
-    compute: Callable[[Rows, Any], Any],
-    add: Callable[[Rows, Any, Any], Any],
-    add_all: Callable[[list[Any]], Any],
-    arrays: Any,
-    total: Any,
-    fills: tuple[float, ...],
-    groups: tuple[int, ...],
-    plan: Plan,
-) -> Any:
-    """Adds all branches to a total, of which `fills` are the neutral values and `groups` those of the heads."""
-    fused = []
-    for branch in plan.branches:
-        rows = plan.rows(branch)
-        if plan.implementation(branch).IS_FUSED:
-            fused.append((rows, compute(rows, arrays)))
-        else:
-            add_rows = lambda rows, arrays, total: add(rows, total, compute(rows, arrays))
-            total = _by_group(add_rows, rows, arrays, total)
-    if not fused:
-        return total
-
-    apart = lambda arrays: tuple(
-        array.reshape(*array.shape[:3], group, -1) for array, group in zip(arrays, groups, strict=True)
-    )  # [B, n, K, G, D]
-    parts = [apart(total)]
-    for rows, tiles in fused:
-        take_back = functools.partial(plan.implementation(rows.branch).take_back, rows.branch, heads=total[0].shape[2])
-        parts.append(apart(map(rows.spread, map(take_back, tiles), fills)))
-    return jax.tree.map(lambda array, one: one.reshape(array.shape), total, add_all(parts))
-
-
-def _by_group(add_rows: Callable[..., Any], rows: Rows, arrays: Any, total: Any) -> Any:
-    """Adds a branch to a total of tokens [B, n, ...], group by group, so that only the rows of one group are copied."""
-    branch = rows.branch
-    if branch.num_groups == 1:
-        return add_rows(rows, arrays, total)
-    size = branch.shard_length // branch.num_groups
-
-    def add_group(group: Any, total: Any) -> Any:
-        cut = lambda array: jax.lax.dynamic_slice_in_dim(array, group * size, size, axis=1)
-        paste = lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, group * size, axis=1)
-        parts = add_rows(rows.of_group(group), jax.tree.map(cut, arrays), jax.tree.map(cut, total))
-        return jax.tree.map(paste, total, parts)
-
-    return jax.lax.fori_loop(0, branch.num_groups, add_group, total)
+    addition = Addition((0.0, -jnp.inf), (groups, groups), merge_one, merge_many)
+    out, lse = add_branches(attend, addition, arrays, total, plan)
+    return out.astype(query.dtype).reshape(out_shape), lse.reshape(query.shape[:-1])
 
 
 def _branch_forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array]:
@@ -211,24 +147,21 @@ def _shard_backward(
         for branch in plan.branches
     }
 
-    def differentiate(rows: Rows, arrays: Any) -> Any:
+    def differentiate(layout: Layout, arrays: Any) -> Any:
         (query, key, value), of_queries = arrays
-        take, _ = _layout(rows, plan)
-        more = of_queries[rows.branch.implementation]
-        queries = plan.implementation(rows.branch).make_queries(*(take(array, groups) for array in (query, *more)))
-        return _branch_backward(queries, Keys(take(key), take(value)), rows, plan)
+        more = of_queries[layout.rows.branch.implementation]
+        queries = layout.implementation.make_queries(*(layout.take(array, groups) for array in (query, *more)))
+        return _branch_backward(queries, Keys(layout.take(key), layout.take(value)), layout.rows, plan)
 
-    def add(rows: Rows, total: Any, addends: Any) -> Any:
-        _, put = _layout(rows, plan)
-        return tuple(put(grad, addend, jnp.add) for grad, addend in zip(total, addends, strict=True))
+    def add_one(layout: Layout, total: Any, addends: Any) -> Any:
+        return tuple(layout.put(grad, addend, jnp.add) for grad, addend in zip(total, addends, strict=True))
 
-    def add_all(parts: list[Any]) -> Any:
+    def add_many(parts: list[Any]) -> Any:
         return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), parts)
 
     grads = tuple(jnp.zeros_like(array, dtype) + zero for array in arrays)
-    grads = _add_branches(
-        differentiate, add, add_all, (arrays, of_queries), grads, (0.0, 0.0, 0.0), (groups, 1, 1), plan
-    )
+    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), add_one, add_many)
+    grads = add_branches(differentiate, addition, (arrays, of_queries), grads, plan)
     return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
 
 
