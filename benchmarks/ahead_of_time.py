@@ -28,6 +28,7 @@ TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 6
 LENGTH = 8 * TOKENS
 DENSE = (LENGTH,), (1,)
 PATTERN = (2048, 16384, LENGTH), (1, 4, 16)
+LONGNET = (8192, 16384, 32768, 65536, 131072), (1, 2, 4, 8, 16)
 TOPOLOGIES = {"8 H100s": ("h100", "1x1x8"), "4 x 8 H100s": ("h100", "1x4x8"), "v5e:2x4": ("v5e", "2x4")}
 # All of several permutes overlap: the compiler's own limit is one at a time.
 OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
@@ -54,11 +55,12 @@ def compile_for(
     options: tuple[tuple[str, Any], ...] = (),
     is_causal: bool = True,
     implementation: Any = "xla",
+    heads: int = HEADS,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
     kind, topology = TOPOLOGIES[name]
     mesh = Mesh(np.array(devices(kind, topology)[:count]), ("seq",))
-    shape = (1, length, HEADS, WIDTH)
+    shape = (1, length, heads, WIDTH)
     array = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
 
     def attend(*arrays: jax.Array) -> Any:
@@ -113,6 +115,8 @@ def measure() -> list[dict[str, Any]]:
     for name, pattern in (("dense", DENSE), ("three branches", PATTERN)):
         value = peak(pattern=pattern, implementation="cudnn")
         add("peak bytes of a device over its queries'", f"8 H100s, gradient, {name}, cudnn", value)
+    long = compile_for("8 H100s", True, count=1, length=2**20, pattern=LONGNET, implementation="cudnn", heads=16)
+    add("peak GiB", "1 H100, gradient, LongNet, 2^20 tokens", long.memory_analysis().peak_memory_in_bytes / 2**30)
     add("peak bytes, 8 devices over 2", "H100s, gradient, dense", peak() / 4 / peak(count=2))
     for name in TOPOLOGIES:
         length = TOKENS * (32 if name.startswith("4 x") else 8)
