@@ -94,7 +94,7 @@ def attend(
     scale: float,
 ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
     """Returns the output and the lse of each row."""
-    out, lse = _bind("fwd", (query, key, value), (), is_causal, scale, is_training=True)
+    out, lse = _bind("fwd", (query, key, value), is_causal, scale, is_training=True)
     return out, lse.swapaxes(1, 2)
 
 
@@ -104,14 +104,13 @@ def differentiate(
     """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
     dtype = queries.query.dtype
     given = queries.lse.astype(jnp.float32).swapaxes(1, 2), queries.out.astype(dtype), queries.out_grad.astype(dtype)
-    return _bind("bwd", (queries.query, *keys), given, is_causal, scale)
+    return _bind("bwd", (queries.query, *keys, *given), is_causal, scale)
 
 
-def _bind(
-    direction: str, arrays: tuple[Array, ...], given: tuple[Array, ...], is_causal: bool, scale: float, **more: Any
-) -> Any:
+def _bind(direction: str, arrays: tuple[Array, ...], is_causal: bool, scale: float, **more: Any) -> Any:
     module: Any = _jax
     names = inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters
+    primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
     parameters = dict(
         scale=scale,
         seed=0,
@@ -123,6 +122,19 @@ def _bind(
         **{name: value for name, value in _NEWER_PARAMETERS.items() if name in names},
         **more,
     )
-    unused = [jnp.zeros(0, arrays[0].dtype)] * _UNUSED_ARRAYS
-    primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
-    return tuple(primitive.bind(*arrays, *unused, *given, **parameters))
+
+    # Under vmap more batches: the primitive's own rule fails, in some versions, where not all arrays have them.
+    @jax.custom_batching.custom_vmap
+    def bind(*arrays: Array) -> tuple[Array, ...]:
+        unused = [jnp.zeros(0, arrays[0].dtype)] * _UNUSED_ARRAYS
+        return tuple(primitive.bind(*arrays[:3], *unused, *arrays[3:], **parameters))
+
+    @bind.def_vmap
+    def bind_batches(size: int, is_batched: list[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
+        whole = [spread(array, has) for array, has in zip(arrays, is_batched, strict=True)]
+        results = bind(*(array.reshape(-1, *array.shape[2:]) for array in whole))
+        results = tuple(array.reshape(size, -1, *array.shape[1:]) for array in results)
+        return results, (True,) * len(results)
+
+    return bind(*arrays)

@@ -248,6 +248,12 @@ def test_jax_binds_the_primitives_as_they_are_used_here():
     )
     assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
+    # And under vmap, of some of the arrays too.
+    several = jax.ShapeDtypeStruct((5, *query.shape), query.dtype)
+    attend = jax.vmap(lambda *arrays: _cudnn.attend(*arrays, True, 0.5), (0, None, None))
+    out, row = jax.eval_shape(attend, several, key, key)
+    assert (out.shape, row.shape) == ((5, *query.shape), (5, *lse.shape))
+
 
 def test_the_guard_against_other_versions_of_jax(monkeypatch):
     whole = _cudnn._jax
