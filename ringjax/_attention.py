@@ -80,7 +80,8 @@ def ring_dilated_attention(
     Returns:
       The output [..., T, N, V] in query's dtype, sharded like query; with `return_residual` also the lse [..., T, N] in
       float32 (float64 where an argument is). A row that no branch covers is zero, with an lse of minus infinity and
-      zero gradient. Sums are accumulated in float32 at least.
+      zero gradient. Sums are accumulated in float32 at least. The backward needs both: under `jax.checkpoint` a policy
+      that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running the forward again.
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
@@ -34,8 +35,10 @@ def ring_attention(
 
 def _ring_attention_fwd(query: Any, key: Any, value: Any, plan: Plan) -> tuple[Any, Any]:
     arrays = query.value, key.value, value.value
+    # Named, so that rematerialisation can keep them: then its second forward does not go around the ring.
     results: Any = ring_attention(*arrays, plan)
-    return results, (*arrays, *results)
+    out, lse = map(checkpoint_name, results, ("ringjax_out", "ringjax_lse"))
+    return (out, lse), (*arrays, out, lse)
 
 
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Array, Array, Array]:
