@@ -117,7 +117,7 @@ def find_placement(
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
     mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
     if spec is not None:
-        _check_spec(spec, query, known)
+        _check_spec(spec, query, mesh, known)
     cut = lambda array: _entries(_spec_of(array) if spec is None else spec, array.ndim)
     batch, length, heads, query_width = cut(query)
     _, key_length, kv_heads, key_width = cut(key)
@@ -174,13 +174,21 @@ def _entries(spec: P, ndim: int) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
     return tuple(batch), length, heads, width
 
 
-def _check_spec(spec: P, query: Array, known: set[str]) -> None:
+def _check_spec(spec: P, query: Array, mesh: Mesh | AbstractMesh, known: set[str]) -> None:
     if len(spec) > query.ndim:
         raise ValueError(f"spec={spec} has more entries than query has dimensions, {query.shape}: leave some out")
-    for name in (name for axes in _entries(spec, query.ndim)[0] + _entries(spec, query.ndim)[1:] for name in axes):
-        if name not in known:
+    batch, length, heads, width = _entries(spec, query.ndim)
+    for dimension, axes in enumerate((*batch, length, heads, width)):
+        for name in axes:
+            if name not in known:
+                raise ValueError(
+                    f"spec={spec} names the axis {name!r}, but the mesh has {sorted(known)}: name one of these"
+                )
+        shards = math.prod(mesh.shape[name] for name in axes)
+        if query.shape[dimension] % shards and dimension != query.ndim - 3:  # the length is padded
             raise ValueError(
-                f"spec={spec} names the axis {name!r}, but the mesh has {sorted(known)}: name one of these"
+                f"spec={spec} cuts dimension {dimension} of query, {query.shape}, over the {shards} devices of {axes}: "
+                "leave these axes out, or make the dimension a multiple"
             )
 
 

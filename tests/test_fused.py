@@ -217,6 +217,15 @@ def test_names_of_implementations(unchecked):
         ring_dilated_attention(*arrays, segment_lengths=(8,), dilation_rates=(1,), implementation="cudnn")
 
 
+def test_a_spec_on_a_mesh_without_a_sequence_axis(kernel):
+    arguments = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
+    arrays = random_arguments(32, (4, 2), batch=(2,))
+    mesh = make_mesh(data=2, tensor=2)
+    placed = [jax.device_put(array, jax.NamedSharding(mesh, P("data", None, "tensor"))) for array in arrays]
+    actual = ring_results(placed, implementation="cudnn", spec=P("data", None, "tensor"), **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+
+
 def test_specs_that_do_not_fit_the_mesh():
     call = lambda spec: ring_dilated_attention(
         *map(jnp.asarray, random_arguments(8)),
@@ -229,6 +238,8 @@ def test_specs_that_do_not_fit_the_mesh():
         call(P(None, "seq", "tensor"))
     with pytest.raises(ValueError, match="has more entries than query has dimensions"):
         call(P(None, "seq", None, None, None))
+    with pytest.raises(ValueError, match=r"cuts dimension 0 of query, .*, over the 2 devices of \('seq',\)"):
+        call(P("seq"))
 
 
 def test_jax_binds_the_primitives_as_they_are_used_here():
