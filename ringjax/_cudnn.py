@@ -66,20 +66,19 @@ def _find_missing(module: Any) -> str | None:
         if "score_mod_args" in names:  # none of them is passed
             names.remove("score_mod_args")
         known = {*_PARAMETERS, *_NEWER_PARAMETERS, "is_training"}
-        if names.index("scale") != arrays or not set(_PARAMETERS) <= set(names[arrays:]) <= known:
+        if "scale" not in names[arrays : arrays + 1] or not set(_PARAMETERS) <= set(names[arrays:]) <= known:
             return f"this version of jax has other parameters of {name}"
     return None
 
 
 def obstacle(query: Any, key: Any, value: Any, platform: str) -> str | None:
     """Returns why cuDNN cannot compute such arrays on such a platform, None where it can."""
-    del key
     if platform not in ("gpu", "cuda"):
         return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
-    if query.dtype != value.dtype:
-        return f"it takes one dtype, and query is of {query.dtype} and value of {value.dtype}"
+    if not query.dtype == key.dtype == value.dtype:
+        return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
     width = query.shape[-1]
     if width != value.shape[-1] or width % 8 or width > 128:
         return f"heads must be as wide in value as in query, a multiple of 8 up to 128: {width}, {value.shape[-1]}"

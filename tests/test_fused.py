@@ -207,6 +207,9 @@ def test_what_cudnn_cannot_compute(dtype, width, platform, words):
 def test_what_cudnn_can_compute():
     array = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.bfloat16)
     assert _cudnn.obstacle(array, array, array, "gpu") is None
+    other = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float16)
+    for arrays in ((array, other, array), (array, array, other)):
+        assert "takes one dtype, and query, key and value are of bfloat16" in _cudnn.obstacle(*arrays, "gpu")
 
 
 def test_names_of_implementations(unchecked):
@@ -273,6 +276,8 @@ def test_the_guard_against_other_versions_of_jax(monkeypatch):
     assert _cudnn._find_missing(without) == "this version of jax has no MaskType"
     other = types.SimpleNamespace(**vars(whole))
     other._dot_product_attention_bwd_impl = lambda query, key, value, scale: None
+    assert "other parameters" in _cudnn._find_missing(other)
+    other._dot_product_attention_bwd_impl = lambda query, key: None
     assert "other parameters" in _cudnn._find_missing(other)
 
     # Then everything else is computed all the same, with one warning in all.
