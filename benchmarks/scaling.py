@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringjax
-from benchmarks.timing import save
+from benchmarks.timing import save, spread
 
 TOKENS, HEADS, WIDTH = 64, 4, 16  # tokens of one device
 
@@ -62,9 +62,16 @@ def main() -> None:
     for name, fraction in FRACTIONS.items():
         runs = {devices: [compile_gradient(devices, fraction) for _ in range(3)] for devices in (8, 32)}
         for index, what in enumerate(("compile time", "program size")):
-            fewer, more = (statistics.median(run[index] for run in runs[devices]) for devices in (8, 32))
-            rows.append({"claim": f"{what}, 32 devices over 8: {name}", "ratio": more / fewer})
-    save("scaling", [*rows, {"claim": "error in bfloat16, 32 devices over 1", "ratio": error(32) / error(1)}])
+            fewer, more = ([run[index] for run in runs[devices]] for devices in (8, 32))
+            rows.append(
+                {
+                    "claim": f"{what}, 32 devices over 8: {name}",
+                    "ratio": statistics.median(more) / statistics.median(fewer),
+                    "spread": max(spread(fewer), spread(more)),
+                }
+            )
+    rows.append({"claim": "error in bfloat16, 32 devices over 1", "ratio": error(32) / error(1), "spread": 0.0})
+    save("scaling", rows)
 
 
 if __name__ == "__main__":
