@@ -220,7 +220,7 @@ def _differentiate(
 def _first_of(column: Any, array: Array) -> Array:
     """Columns of zeros, but for the first."""
     column = jnp.broadcast_to(jnp.asarray(column, array.dtype), array.shape[:-1])[..., None]
-    return column * jnp.eye(1, _ALIGNMENT, dtype=array.dtype)[0]
+    return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, _ALIGNMENT - 1)])
 
 
 def obstacle(branch: BranchSchedule, strategy: str) -> str | None:

@@ -34,6 +34,12 @@ class Placement(NamedTuple):
     unmapped: Axes = ()
     platform: str = "cpu"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis cuts the arrays beyond what is known here: jit may shard them over a mesh that it hides."""
+        is_seen = self.mesh is not None or self.axis_name is not None or jax.device_count() == 1
+        return is_seen and not self.unmapped
+
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
         is_shard = self.axis_name is not None and self.axis_name not in self.mapped

@@ -46,7 +46,7 @@ class Plan:
         all_offsets = jnp.asarray(np.unique(offset(np.arange(self.num_kv_heads))), jnp.uint32)
         head = (self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)).astype(jnp.uint32)
         offsets = all_offsets if all_offsets.size == 1 else offset(head)
-        return Rows(branch, shard, offsets, all_offsets, is_whole=not self.placement.unmapped)
+        return Rows(branch, shard, offsets, all_offsets, is_whole=self.placement.is_whole)
 
     @staticmethod
     def implementation(branch: BranchSchedule) -> Any:

@@ -117,3 +117,20 @@ def test_other_axes_gather_nothing(kind):
     assert "__cudnn" in text
     for collective in ("all-gather", "all-to-all", "all-reduce"):
         assert collective not in text
+
+
+def test_a_mesh_that_jit_hides_gathers_nothing():
+    """Where only `in_shardings` name the mesh, batches and heads stay where they are all the same."""
+    mesh = Mesh(np.array(devices("h100", "1x1x8")).reshape(2, 4), ("data", "tensor"))
+    sharding = NamedSharding(mesh, P("data", None, "tensor"))
+    array = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+    arguments = {"segment_lengths": (256, 1024), "dilation_rates": (1, 4), "is_causal": True}
+
+    def results(*arrays):
+        return jax.vjp(functools.partial(ring_dilated_attention, **arguments), *arrays)[1](arrays[0])
+
+    with jax.enable_x64(False):
+        jitted = jax.jit(results, in_shardings=(sharding,) * 3, out_shardings=(sharding,) * 3)
+        text = jitted.lower(array, array, array).compile().as_text()
+    for collective in ("all-gather", "all-to-all"):
+        assert collective not in text
