@@ -22,7 +22,8 @@ from benchmarks.programs import loop_permutes, permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, ring_dilated_attention
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes
-from ringjax._schedule import choose_block_size, make_schedule
+from ringjax._plan import choose_block_size
+from ringjax._schedule import make_schedule
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
 LENGTH = 8 * TOKENS

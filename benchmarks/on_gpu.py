@@ -27,9 +27,10 @@ import numpy as np
 
 import ringjax
 from benchmarks.timing import table
-from ringjax._block import Keys
+from ringjax._block import Keys, Weighting
 from ringjax._implementation import IMPLEMENTATIONS
-from ringjax._rows import Meeting, Rows, Slots
+from ringjax._meeting import Meeting, Slots
+from ringjax._rows import Heads, Rows
 from ringjax._schedule import BranchSchedule
 
 REHEARSAL = "--rehearse" in sys.argv
@@ -196,15 +197,16 @@ def _computed_rows(array: jax.Array, branch: BranchSchedule, shard: int, impleme
 
 
 def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
-    offsets = jnp.zeros(1, jnp.uint32)
-    slots = lambda holder: Slots(Rows(branch, jnp.int32(holder), offsets, offsets), jnp.int32([holder]), True)
+    heads = Heads(0, chunks[0][1].shape[2], jnp.zeros(1, jnp.uint32), (), jnp.zeros(1, jnp.int32))
+    slots = lambda holder: Slots(Rows(branch, jnp.int32(holder), heads), jnp.int32([holder]), True)
+    weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
         partial = implementation.start(query, chunks[0][2])
         for step in range(branch.num_shards):
             source = branch.source(shard, step)
             keys, meeting = Keys(*chunks[source][1:]), Meeting(slots(shard), slots(source))
-            partial = implementation.forward(query, keys, meeting, chunks[0][0].shape[-1] ** -0.5, partial)
+            partial = implementation.forward(query, keys, meeting, weighting, partial)
         return implementation.finish(partial)
 
     compiled = jax.jit(attend)

@@ -5,6 +5,7 @@
 
 import json
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 from benchmarks.environment import run_module
 from benchmarks.local_speed import CASES, calls_of
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns
-from ringjax import _rule
-from ringjax._block import Keys, Queries
+from ringjax._block import Partial
+from ringjax._meeting import Tiles
+from ringjax._rule import STRATEGIES
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 
@@ -24,13 +26,14 @@ LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 def leave_out_blocks() -> None:
     """Makes every branch return its rows as they are: what is left selects rows and merges branches."""
 
-    def forward(query: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-        return query, query[..., 0]
+    def forward(queries: Tiles, *_: Any) -> Partial:
+        query = queries.arrays
+        return Partial(query[..., 0], jnp.ones_like(query[..., 0]), query)
 
-    def backward(queries: Queries, keys: Keys, *_: Any) -> tuple[jax.Array, ...]:
-        return queries.query, *keys
+    def backward(queries: Tiles, keys: Tiles, *_: Any) -> tuple[jax.Array, ...]:
+        return queries.arrays.query, *keys.arrays
 
-    _rule._branch_forward, _rule._branch_backward = forward, backward
+    STRATEGIES["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
 
 
 def batched_einsum(length: int, segment_lengths: Any, *_: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:

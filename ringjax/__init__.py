@@ -2,6 +2,7 @@
 
 from ringjax import linen
 from ringjax._attention import ring_dilated_attention
+from ringjax._attention_fn import attention_fn
 from ringjax._pattern import DilatedPattern
 from ringjax._reference import dilated_attention_reference
 from ringjax.nn import RingDilatedAttention
@@ -9,6 +10,7 @@ from ringjax.nn import RingDilatedAttention
 __all__ = [
     "DilatedPattern",
     "RingDilatedAttention",
+    "attention_fn",
     "dilated_attention_reference",
     "linen",
     "ring_dilated_attention",

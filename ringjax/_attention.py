@@ -2,7 +2,6 @@
 
 import functools
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,30 +9,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from ringjax._arguments import check_arrays, check_numbers, read_documents, read_seed
+from ringjax._block import Weighting
 from ringjax._implementation import Implementation, implement
 from ringjax._mesh import find_placement
-from ringjax._pattern import DilatedPattern, Offsets
-from ringjax._plan import Plan
-from ringjax._rule import STRATEGIES, ring_attention
-from ringjax._schedule import choose_block_size, make_schedule
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._plan import Plan, choose_block_size
+from ringjax._rule import STRATEGIES, Context, ring_attention
+from ringjax._schedule import make_schedule
 
 Strategy = Literal["ring", "all_gather"]
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
 
 
 def ring_dilated_attention(
     query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B T K H"],
-    value: Float[Array, "*B T K V"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
     *,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     is_causal: bool = False,
     scale: float | None = None,
     offsets: Offsets = "interleaved",
+    merge: Merge = "lse",
+    heads: Heads = "all",
+    document_ids: Documents | None = None,
+    query_offset: int = 0,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
+    broadcast_dropout: bool = False,
     return_residual: bool = False,
     strategy: Strategy = "ring",
     implementation: Implementation | None = None,
@@ -50,18 +58,30 @@ def ring_dilated_attention(
 
     The mesh is `mesh` if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds. If it has
     no axis `axis_name`, or if there is none, each device computes all tokens. Inside the caller's own shard_map over
-    `axis_name` the arguments are the local shards, and their heads count as all heads. A length that the mesh does not
-    divide is padded inside; its output is not sharded along the sequence.
+    `axis_name` the arguments are the local shards, and their batches and heads count as all. A length that the mesh
+    does not divide is padded inside; its output is not sharded along the sequence.
 
     Args:
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
-      key: [..., T, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
-      value: [..., T, K, V].
+      key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
+      value: [..., S, K, V].
       segment_lengths: the segment length of each branch, in tokens; any, dividing T or not.
       dilation_rates: the dilation rate of each branch, at most its segment length.
-      is_causal: whether token t sees only tokens s <= t.
+      is_causal: whether a query sees only keys whose position is not after its own.
       scale: what the logits are multiplied with, a number; ``1 / sqrt(H)`` by default.
-      offsets: ``"interleaved"`` or ``"blocked"``, see :class:`DilatedPattern`.
+      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`DilatedPattern`.
+      merge: ``"lse"``, where a pair counts once for each branch that holds it, or ``"union"``, where it counts once.
+      heads: ``"all"``, where every head runs every branch, or ``"grouped"``, where each runs one.
+      document_ids: integers [..., T], or a pair of [..., T] and [..., S] for queries and keys; any where S is not T.
+        Tokens attend to those of their own document alone, those of negative numbers to none: they give zeros. Tiles
+        whose documents do not meet are skipped.
+      query_offset: the position of the first query, not negative; that of the first key is 0.
+      logits_soft_cap: the cap c of scaled logits, which are then ``c tanh(logits / c)``; none by default.
+      dropout_rate: the probability with which an attention weight is dropped, in [0, 1); those that are kept are
+        divided by the rest. Which are depends on the seed, the batch, the head and the positions of query and key
+        alone, so not on the mesh; several branches drop a pair together.
+      dropout_seed: an integer, an array of one, or a key of `jax.random`; asked for where weights are dropped.
+      broadcast_dropout: whether all batches and heads drop the same weights.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
       strategy: ``"ring"`` to send keys and values around, in O(T / p) memory, or ``"all_gather"`` to bring those of a
         segment to each of its devices at once, in O(segment length / dilation rate) memory; the results are the same.
@@ -79,15 +99,17 @@ def ring_dilated_attention(
 
     Returns:
       The output [..., T, N, V] in query's dtype, sharded like query; with `return_residual` also the lse [..., T, N] in
-      float32 (float64 where an argument is). A row that no branch covers is zero, with an lse of minus infinity and
-      zero gradient. Sums are accumulated in float32 at least. The backward needs both: under `jax.checkpoint` a policy
-      that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running the forward again.
+      float32 (float64 where an argument is), of the weights before dropout. A row that attends to nothing is zero, with
+      an lse of minus infinity and zero gradient. Sums are accumulated in float32 at least. The backward needs both:
+      under `jax.checkpoint` a policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running
+      the forward again.
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
-        unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, a `mesh` without
-        `axis_name`, a `spec` with axes that the mesh has not, or a length that is sharded over another axis.
-      TypeError: for arguments of another dtype.
+        unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, documents of another
+        shape, a number out of its range, dropout without a seed, a `mesh` without `axis_name`, a `spec` with axes that
+        the mesh has not, or a length that is sharded over another axis.
+      TypeError: for arguments of another dtype, and numbers that are not known when the call is traced.
       NotImplementedError: when differentiated twice.
 
     Example:
@@ -96,17 +118,15 @@ def ring_dilated_attention(
       >>> out.shape
       (1, 16, 4, 8)
     """
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets)
-    _check_arrays(query, key, value)
-    query, key, value = (jnp.asarray(array) for array in (query, key, value))
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
-    elif not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale={scale!r} must be a number, known when the call is traced")
+    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets, merge, heads)
+    check_arrays(query, key, value)
+    check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
-    if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
-        raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
+    documents = read_documents(document_ids, query, key)
+    seed = read_seed(dropout_seed, dropout_rate)
+    query, key, value = (jnp.asarray(array) for array in (query, key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale <= 0:  # below, scales are positive: the sign goes to the keys
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name, spec)
@@ -121,48 +141,34 @@ def ring_dilated_attention(
         key.shape[-2],
         is_causal=bool(is_causal),
         max_block_rows=int(block_size),
+        key_length=placement.length(key),
+        query_offset=int(query_offset),
     )
+    features = {
+        "document_ids": document_ids is not None,
+        "logits_soft_cap": logits_soft_cap is not None,
+        "dropout_rate": dropout_rate > 0,
+        "heads='grouped' over a mesh axis": heads == "grouped" and placement.heads,
+    }
+    needs = tuple(name for name, is_needed in features.items() if is_needed)
     arrays = query, key, value
     plan = Plan(
         pattern=pattern,
-        branches=implement(branches, implementation, arrays, placement.platform, strategy, placement.unmapped),
+        branches=implement(branches, implementation, arrays, placement.platform, strategy, placement.unmapped, needs),
         num_kv_heads=key.shape[-2],
-        scale=float(scale),
+        weighting=Weighting(scale, None if logits_soft_cap is None else float(logits_soft_cap), float(dropout_rate)),
         placement=placement,
         strategy=strategy,
+        broadcast_dropout=bool(broadcast_dropout),
     )
-    out, lse = _attend(query, key, value, plan)
+    out, lse = _attend(query, key, value, Context(*documents, seed), plan)
     return (out, lse) if return_residual else out
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _attend(query: Array, key: Array, value: Array, plan: Plan) -> tuple[Array, Array]:
+def _attend(query: Array, key: Array, value: Array, context: Context, plan: Plan) -> tuple[Array, Array]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
-    results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), plan)
+    laid_out = (None if array is None else lay_out(array, kind) for array, kind in zip(context, "ddr", strict=True))
+    results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), Context(*laid_out), plan)
     out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
     return out, lse
-
-
-def _check_arrays(query: Any, key: Any, value: Any) -> None:
-    arrays = {"query": query, "key": key, "value": value}
-    for name, array in arrays.items():
-        if not hasattr(array, "dtype") or jnp.dtype(array.dtype).name not in _DTYPES:
-            kind = getattr(array, "dtype", type(array).__name__)
-            raise TypeError(f"{name} is of {kind}: pass an array of one of {', '.join(_DTYPES)}")
-        if array.ndim < 3:
-            raise ValueError(f"{name} has the shape {array.shape}: pass at least [length, heads, width]")
-        if 0 in array.shape[-3:]:
-            raise ValueError(f"{name} has the shape {array.shape}: length, heads and width must be at least 1")
-    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-    for name in ("key", "value"):
-        if arrays[name].shape[:-2] != query.shape[:-2]:
-            raise ValueError(f"{name} and query differ in batch or length: {shapes}; make these dimensions equal")
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"key and value differ in their heads: {shapes}; give both the same number")
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key and query differ in their width: {shapes}; make their last dimensions equal")
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"query has {query.shape[-2]} heads and key has {key.shape[-2]}: "
-            "the number of key/value heads must divide the number of query heads"
-        )

@@ -1,8 +1,8 @@
 """Attention of tiles of queries on tiles of keys: forward, backward, and the merging of partial results.
 
-Knows no mesh and no pattern: what may attend to what is said by an interval of positions for each query and a position
-for each key. Letters: I tiles of queries, J tiles of keys, B batch, C chunks that lie side by side, K key/value heads,
-G query heads of one key/value head, R rows of a tile, H width of queries and keys, V width of values.
+Knows no mesh and no pattern: what may attend to what is said by a mask. Letters: I tiles of queries, J tiles of keys,
+B batch, C chunks that lie side by side, K key/value heads, G query heads of one key/value head, R rows of a tile, H
+width of queries and keys, V width of values.
 """
 
 import functools
@@ -11,39 +11,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-# The position of a slot that holds no key: beyond every interval.
-NOWHERE = jnp.iinfo(jnp.int32).max
-
-
-class Visits(NamedTuple):
-    """Which tiles of queries and of keys meet, and which of these no mask cuts; tiles of other groups never meet."""
-
-    meets: Bool[Array, "groups I_of_group J_of_group"]
-    is_whole: Bool[Array, "groups I_of_group J_of_group"]
-
-    def of_queries(self) -> tuple[Array, Array, Array]:
-        """Returns for each tile of queries the tiles of keys `start..stop` that it meets, and those that are whole."""
-        groups, _, tiles = self.meets.shape
-        first = jnp.arange(groups, dtype=jnp.int32)[:, None] * tiles
-        stop = first + tiles - jnp.argmax(self.meets[..., ::-1], axis=-1)
-        start = first + jnp.argmax(self.meets, axis=-1)
-        stop = jnp.where(self.meets.any(axis=-1), stop, start)
-        return start.reshape(-1), stop.reshape(-1), self.is_whole.reshape(-1, tiles)
-
-    def of_keys(self) -> tuple[Array, Array, Array]:
-        """Returns for each tile of keys the tiles of queries `start..stop` that it meets, and those that are whole."""
-        return Visits(*(array.swapaxes(1, 2) for array in self)).of_queries()
+from ringjax import _dropout
+from ringjax._mask import KeyMask, Mask, QueryMask, masked
 
 
-class Mask(NamedTuple):
-    """Query attends to key where ``first <= position <= last``; O is K, or 1 where all heads have the same rows."""
+class Weighting(NamedTuple):
+    """How weights are made of products of queries and keys: ``exp(cap(scale * product))``, some of them dropped."""
 
-    first: Int[Array, "I C O Rq"]
-    last: Int[Array, "I C O Rq"]
-    position: Int[Array, "J C O Rk"]
-    visits: Visits
+    scale: float  # positive
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+
+    @property
+    def unit(self) -> float:
+        """What scores are multiplied with to be logits."""
+        return self.logits_soft_cap or self.scale
 
 
 class Partial(NamedTuple):
@@ -94,80 +78,107 @@ def start(query: Float[Array, "I B C K G Rq H"], value: Float[Array, "J B C K Rk
 # XLA:CPU copies every tile of logits and fuses nothing with its products.
 
 
-class _Folded(NamedTuple):
-    """The arguments of a sweep: trees of tiles [I, *X, Q, ...] and [J, *X, Rk, ...], and their intervals."""
+class _Fold(NamedTuple):
+    """How tiles [I, B, C, ...] are folded to tiles [I, *X, ...], or to tiles [B * I, *X, ...] of one batch each."""
 
-    queries: Any
-    keys: Keys
-    first: Int[Array, "I *X Q"]
-    last: Int[Array, "I *X Q"]
-    position: Int[Array, "J *X Rk"]
-    visits: Visits
+    lead: tuple[int, ...]
+    is_by_batch: bool
+
+    def queries(self, array: Array) -> Array:
+        return self._fold(array, -1, *array.shape[6:])
+
+    def keys(self, array: Array) -> Array:
+        return self._fold(array, *array.shape[4:])
+
+    def undo(self, array: Array, shape: tuple[int, ...]) -> Array:
+        if not self.is_by_batch:
+            return array.reshape(shape)
+        return array.reshape(shape[1], shape[0], *shape[2:]).swapaxes(0, 1)
+
+    def _fold(self, array: Array, *rows: int) -> Array:
+        tiles, batches = array.shape[:2]
+        if self.is_by_batch:
+            return array.swapaxes(0, 1).reshape(batches * tiles, *self.lead, *rows)
+        return array.reshape(tiles, *self.lead, *rows)
 
 
-def _fold(queries: Any, keys: Keys, mask: Mask) -> _Folded:
-    row = jax.tree.leaves(queries)[0][..., 0]  # [I, B, C, K, G, Rq]
-    query_shape, key_shape = row.shape, keys.key.shape[:-1]
-    lead = tuple(size for size in (key_shape[1] * key_shape[2], key_shape[3]) if size > 1)
-    fold_queries = lambda array: array.reshape(query_shape[0], *lead, -1, *array.shape[6:])
-    fold_keys = lambda array: array.reshape(key_shape[0], *lead, *array.shape[4:])
-    spread_query = lambda array: fold_queries(jnp.broadcast_to(array[:, None, :, :, None], query_shape))
-    return _Folded(
-        jax.tree.map(fold_queries, queries),
-        jax.tree.map(fold_keys, keys),
-        spread_query(mask.first),
-        spread_query(mask.last),
-        fold_keys(jnp.broadcast_to(mask.position[:, None], key_shape)),
-        mask.visits,
+def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMask]:
+    """Returns how the tiles of a mask are folded, and the folded mask."""
+    query_shape, key_shape = query.shape[:-1], keys.key.shape[:-1]
+    _, batches, chunks, heads, *_ = key_shape
+    sizes = chunks * (1 if mask.is_by_batch else batches), heads
+    fold = _Fold(tuple(size for size in sizes if size > 1), mask.is_by_batch)
+    of_groups = lambda array: array if array.ndim == len(query_shape) else array[:, :, :, :, None]
+    return (
+        fold,
+        jax.tree.map(lambda array: fold.queries(jnp.broadcast_to(of_groups(array), query_shape)), mask.queries),
+        jax.tree.map(lambda array: fold.keys(jnp.broadcast_to(array, key_shape)), mask.keys),
     )
 
 
-def forward(query: Array, keys: Keys, mask: Mask, scale: float, partial: Partial) -> Partial:
-    """Adds the attention of queries on the keys that the mask allows to a softmax under way; `scale` is positive."""
+def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial: Partial) -> Partial:
+    """Adds the attention of queries on the keys that the mask allows to a softmax under way."""
     shapes = jax.tree.map(jnp.shape, partial)
-    (query, partial), keys, first, last, position, visits = _fold((query, partial), keys, mask)
-    tiles_of_group = visits.meets.shape[2]
+    fold, query_mask, key_mask = _fold(query, keys, mask)
+    query, partial = jax.tree.map(fold.queries, (query, partial))
+    keys = jax.tree.map(fold.keys, keys)
+    tiles_of_group = mask.visits.meets.shape[2]
 
     def tile_of_queries(partials, tile):
-        index, query, first, last, (start, stop, is_whole) = tile
+        index, query, query_mask, (start, stop, cases) = tile
 
         def tile_of_keys(j, partial):
-            key, value = keys.key[j], keys.value[j]
-            logits = lambda: _logits(query, key)
-            whole = lambda partial: _add_logits(partial, logits(), value, scale)
-            cut = lambda partial: _add_logits(partial, _masked(logits(), first, last, position[j]), value, scale)
-            return jax.lax.cond(is_whole[j % tiles_of_group], whole, cut, partial)
+            tile, tile_mask = _at(keys, j), _at(key_mask, j)
+            kept = _kept(query_mask, tile_mask, weighting)
+            scores = lambda: _scores(query, tile.key, weighting)
+            add = lambda partial, scores: _add_scores(partial, scores, tile.value, kept, weighting)
+            cut = lambda partial: add(partial, masked(scores(), query_mask, tile_mask))
+            whole = lambda partial: add(partial, scores())
+            return jax.lax.switch(cases[j % tiles_of_group], (lambda partial: partial, cut, whole), partial)
 
-        partial = jax.lax.fori_loop(start, stop, tile_of_keys, Partial(*(array[index] for array in partials)))
-        return Partial(*(_put_at(array, index, tile) for array, tile in zip(partials, partial, strict=True))), None
+        partial = jax.lax.fori_loop(start, stop, tile_of_keys, _at(partials, index))
+        return jax.tree.map(lambda array, tile: _put_at(array, index, tile), partials, partial), None
 
     indices = jnp.arange(query.shape[0], dtype=jnp.int32)
-    partial, _ = jax.lax.scan(tile_of_queries, partial, (indices, query, first, last, visits.of_queries()))
-    return jax.tree.map(jnp.reshape, partial, Partial(*shapes))
+    tiles = indices, query, query_mask, mask.visits.of_queries()
+    partial, _ = jax.lax.scan(tile_of_queries, partial, tiles)
+    return jax.tree.map(fold.undo, partial, Partial(*shapes))
 
 
-def _logits(query: Float[Array, "*X Q H"], key: Float[Array, "*X Rk H"]) -> Float[Array, "*X Q Rk"]:
-    # Not yet scaled: the scale is positive, so it can wait for passes over the logits that are made anyway.
-    return jnp.einsum("...qh,...jh->...qj", query, key, preferred_element_type=accumulation_dtype(query, key))
+def _scores(query: Float[Array, "*X Q H"], key: Float[Array, "*X Rk H"], weighting: Weighting) -> Array:
+    # Logits but for a positive factor, the weighting's unit: it can wait for passes over them that are made anyway.
+    product = jnp.einsum("...qh,...jh->...qj", query, key, preferred_element_type=accumulation_dtype(query, key))
+    if weighting.logits_soft_cap is None:
+        return product
+    return jnp.tanh(product * (weighting.scale / weighting.logits_soft_cap))
 
 
-def _masked(logits: Float[Array, "*X Q Rk"], first: Array, last: Array, position: Array) -> Float[Array, "*X Q Rk"]:
-    position = position[..., None, :]  # [*X, 1, Rk]
-    is_allowed = (first[..., None] <= position) & (position <= last[..., None])  # [*X, Q, Rk]
-    return jnp.where(is_allowed, logits, -jnp.inf)
+def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Callable[[Array], Array]:
+    """Returns the function that drops some of what belongs to the weights of a tile, and scales up the rest."""
+
+    def drop(array: Array) -> Array:
+        start, step = (word[..., None] for word in of_queries.stream)
+        is_kept = _dropout.is_kept(start, step, of_keys.position[..., None, :], weighting.dropout_rate)
+        return jnp.where(is_kept, array * (1 / (1 - weighting.dropout_rate)), 0)
+
+    return drop if weighting.dropout_rate else lambda array: array
 
 
-def _add_logits(
-    partial: Partial, logits: Float[Array, "*X Q Rk"], value: Float[Array, "*X Rk V"], scale: float
+def _add_scores(
+    partial: Partial,
+    scores: Float[Array, "*X Q Rk"],
+    value: Float[Array, "*X Rk V"],
+    kept: Callable[[Array], Array],
+    weighting: Weighting,
 ) -> Partial:
-    maximum = jnp.maximum(partial.maximum, logits.max(axis=-1) * scale)  # [*X, Q]
+    maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.unit)  # [*X, Q]
     # A row that has met no key yet has a maximum of -inf: shifting by 0 instead keeps -inf - -inf out.
     shift = jnp.where(maximum == -jnp.inf, 0, maximum)
-    weights = jnp.exp(logits * scale - shift[..., None])
+    weights = jnp.exp(scores * weighting.unit - shift[..., None])
     decay = jnp.exp(partial.maximum - shift)
     denominator = partial.denominator * decay + weights.sum(axis=-1)
     numerator = partial.numerator * decay[..., None] + jnp.einsum(
-        "...qj,...jv->...qv", weights.astype(value.dtype), value, preferred_element_type=weights.dtype
+        "...qj,...jv->...qv", kept(weights).astype(value.dtype), value, preferred_element_type=weights.dtype
     )
     return Partial(maximum, denominator, numerator)
 
@@ -203,6 +214,10 @@ def merge(
 #
 # because sum_u P_tu dP_tu = g_t . sum_u P_tu v_u = g_t . out_t. Each term needs one pair (t, s) and the row's own L and
 # delta: the sums may be cut over branches, tiles and devices in any way, and a pair of two branches counts twice.
+#
+# Dropout multiplies P_ts in out with m_ts, 0 or 1 / (1 - rate), and leaves L as it is: dv_s = sum_t m_ts P_ts g_t and
+# dP_ts = m_ts g_t . v_s, and the rest stands. A cap c makes of the logits x_ts the S_ts = c u with u = tanh(x_ts / c):
+# then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
 
 
 def start_gradients(queries: Queries, keys: Keys, step: Any = 0) -> Gradients:
@@ -215,23 +230,26 @@ def start_gradients(queries: Queries, keys: Keys, step: Any = 0) -> Gradients:
     return Gradients(zeros(queries.query), *(zeros(array.swapaxes(-1, -2)) for array in keys))
 
 
-def backward(queries: Queries, keys: Keys, mask: Mask, scale: float, grads: Gradients) -> Gradients:
+def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, grads: Gradients) -> Gradients:
     """Adds what the allowed pairs contribute to sums of gradients under way."""
     shapes = jax.tree.map(jnp.shape, grads)
-    (queries, query_grad), keys, first, last, position, visits = _fold((queries, grads.query), keys, mask)
-    keys_grad = tuple(array.reshape(keys.key.shape[:-2] + array.shape[-2:]) for array in grads[1:])
-    tiles_of_group = visits.meets.shape[1]
+    fold, query_mask, key_mask = _fold(queries.query, keys, mask)
+    queries, query_grad = jax.tree.map(fold.queries, (queries, grads.query))
+    keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
+    tiles_of_group = mask.visits.meets.shape[1]
 
     def tile_of_keys(grads, tile):
-        index, keys, position, (start, stop, is_whole) = tile
+        index, keys, key_mask, (start, stop, cases) = tile
 
         def tile_of_queries(i, grads):
             query_grads, key_grad, value_grad = grads
-            tile = jax.tree.map(lambda array: array[i], queries)
-            logits = lambda: _logits(tile.query, keys.key)
-            whole = lambda: _tile_gradients(tile, logits(), keys, scale)
-            cut = lambda: _tile_gradients(tile, _masked(logits(), first[i], last[i], position), keys, scale)
-            dq, dk, dv = jax.lax.cond(is_whole[i % tiles_of_group], whole, cut)
+            tile, tile_mask = _at(queries, i), _at(query_mask, i)
+            kept = _kept(tile_mask, key_mask, weighting)
+            mask = lambda scores: masked(scores, tile_mask, key_mask)
+            zeros = lambda: (jnp.zeros_like(query_grads[i]), jnp.zeros_like(key_grad), jnp.zeros_like(value_grad))
+            cut = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
+            whole = lambda: _tile_gradients(tile, keys, lambda scores: scores, kept, weighting)
+            dq, dk, dv = jax.lax.switch(cases[i % tiles_of_group], (zeros, cut, whole))
             return _put_at(query_grads, i, query_grads[i] + dq), key_grad + dk, value_grad + dv
 
         query_grads, *keys_grads = grads
@@ -240,15 +258,20 @@ def backward(queries: Queries, keys: Keys, mask: Mask, scale: float, grads: Grad
         put = lambda array, tile: _put_at(array, index, tile)
         return (query_grads, *map(put, keys_grads, keys_grad)), None
 
-    indices = jnp.arange(position.shape[0], dtype=jnp.int32)
-    tiles = indices, keys, position, visits.of_keys()
+    indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)
+    tiles = indices, keys, key_mask, mask.visits.of_keys()
     (query_grad, *keys_grad), _ = jax.lax.scan(tile_of_keys, (query_grad, *keys_grad), tiles)
-    return jax.tree.map(jnp.reshape, Gradients(query_grad, *keys_grad), Gradients(*shapes))
+    return jax.tree.map(fold.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))
 
 
-def finish_gradients(grads: Gradients, scale: float) -> tuple[Array, Array, Array]:
+def finish_gradients(grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
     """Returns the gradients of queries, keys and values, laid out as these are."""
+    scale = weighting.scale
     return grads.query * scale, grads.key.swapaxes(-1, -2) * scale, grads.value.swapaxes(-1, -2)
+
+
+def _at(tiles: Any, index: Array) -> Any:
+    return jax.tree.map(lambda array: array[index], tiles)
 
 
 def _put_at(array: Array, index: Array, tile: Array) -> Array:
@@ -257,41 +280,21 @@ def _put_at(array: Array, index: Array, tile: Array) -> Array:
 
 
 def _tile_gradients(
-    queries: Any, logits: Float[Array, "*X Q Rk"], keys: Any, scale: float
+    queries: Any, keys: Any, mask: Callable[[Array], Array], kept: Callable[[Array], Array], weighting: Weighting
 ) -> tuple[Float[Array, "*X Q H"], Float[Array, "*X H Rk"], Float[Array, "*X V Rk"]]:
     query, out_grad, lse, delta = queries
     key, value = keys
-    dtype = logits.dtype
-    weights = jnp.exp(logits * scale - lse[..., None])  # [*X, Q, Rk]
-    weights_grad = jnp.einsum("...qv,...jv->...qj", out_grad, value, preferred_element_type=dtype)
-    # dS; its factor `scale` is left to the sums.
-    logits_grad = (weights * (weights_grad - delta[..., None])).astype(jnp.result_type(query, key))
-    weights = weights.astype(out_grad.dtype)
+    scores = _scores(query, key, weighting)
+    dtype = scores.dtype
+    weights = jnp.exp(mask(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
+    weights_grad = kept(jnp.einsum("...qv,...jv->...qj", out_grad, value, preferred_element_type=dtype))
+    # dx; its factor `scale` is left to the sums.
+    logits_grad = weights * (weights_grad - delta[..., None])
+    if weighting.logits_soft_cap is not None:
+        logits_grad *= 1 - scores**2
+    logits_grad = logits_grad.astype(jnp.result_type(query, key))
+    weights = kept(weights).astype(out_grad.dtype)
     value_grad = jnp.einsum("...qv,...qj->...vj", out_grad, weights, preferred_element_type=dtype)
     key_grad = jnp.einsum("...qh,...qj->...hj", query, logits_grad, preferred_element_type=dtype)
     query_grad = jnp.einsum("...qj,...jh->...qh", logits_grad, key, preferred_element_type=dtype)
     return query_grad, key_grad, value_grad
-
-
-def find_visits(
-    first: Int[Array, "I C O Rq"], last: Int[Array, "I C O Rq"], position: Int[Array, "J C O Rk"], groups: int
-) -> Visits:
-    """Returns which tiles meet, of tiles that lie in `groups` apart from each other on both sides.
-
-    A tile of keys is left out where no interval reaches one of its positions, and whole where every interval holds all.
-    """
-
-    def bounds(array: Array, reduce: Callable[..., Array]) -> Array:
-        return reduce(array, axis=(2, 3)).reshape(groups, -1, array.shape[1])  # [groups, tiles of a group, C]
-
-    def compare(queries: Array, keys: Array, comparison: Callable[..., Array]) -> Array:
-        return comparison(queries[:, :, None], keys[:, None])  # [groups, I of a group, J of a group, C]
-
-    nearest = bounds(position, jnp.min)
-    farthest = bounds(jnp.where(position == NOWHERE, -1, position), jnp.max)
-    meets = compare(bounds(first, jnp.min), farthest, jnp.less_equal)
-    meets &= compare(bounds(last, jnp.max), nearest, jnp.greater_equal)
-    is_whole = compare(bounds(first, jnp.max), nearest, jnp.less_equal)
-    is_whole &= compare(bounds(last, jnp.min), bounds(position, jnp.max), jnp.greater_equal)
-
-    return Visits(meets.any(axis=-1), is_whole.all(axis=-1))  # [groups, I of a group, J of a group]

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from ringjax._plan import Plan
 from ringjax._rows import Combine, Rows
@@ -17,25 +18,40 @@ Total = tuple[Array, ...]
 
 
 class Layout(NamedTuple):
-    """The rows of a branch as its implementation has them."""
+    """The rows of queries, or of keys, of a branch as its implementation has them."""
 
     rows: Rows
     implementation: Any
 
+    def of_keys(self) -> "Layout":
+        """Returns the layout of keys."""
+        return self._replace(rows=self.rows.of_keys())
+
     def take(self, tokens: Array, groups: int | None = None) -> Array:
         """Takes rows of tokens, and lays them out; those of queries in groups."""
-        return self.implementation.lay_out(self.rows.branch, self.rows.take(tokens), groups)
+        rows = self.rows.take(self.rows.heads.cut(tokens))
+        return self.implementation.lay_out(self.rows.branch, rows, groups)
+
+    def take_documents(self, documents: Int[Array, "B n"]) -> Int[Array, "J B C classes R"]:
+        """Takes the documents of rows, for each class of heads."""
+        rows = self.rows.of_classes()
+        tokens = jnp.broadcast_to(documents[:, :, None, None], (*documents.shape, rows.offset.size, 1))
+        return self.implementation.lay_out(rows.branch, rows.take(tokens))[..., 0]
 
     def put(self, tokens: Array, tiles: Array, *combine: Combine) -> Array:
         """Puts rows that are laid out in their places among tokens."""
-        return self.rows.put(tokens, self._take_back(tiles, tokens.shape[2]), *combine)
+        heads = self.rows.heads
+        return heads.paste(tokens, self.rows.put(heads.cut(tokens), self._take_back(tiles), *combine))
 
-    def spread(self, tiles: Array, heads: int, fill: float) -> Array:
-        """Returns tokens with rows that are laid out in their places, and `fill` elsewhere."""
-        return self.rows.spread(self._take_back(tiles, heads), fill)
+    def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:
+        """Returns tokens of so many heads with rows that are laid out in their places, and `fill` elsewhere."""
+        heads, part = self.rows.heads, self.rows.spread(self._take_back(tiles), fill)
+        if heads.size == num_heads:
+            return part
+        return heads.paste(jnp.full_like(part, fill, shape=(*part.shape[:2], num_heads, part.shape[3])), part)
 
-    def _take_back(self, tiles: Array, heads: int) -> Array:
-        return self.implementation.take_back(self.rows.branch, tiles, heads)
+    def _take_back(self, tiles: Array) -> Array:
+        return self.implementation.take_back(self.rows.branch, tiles, self.rows.heads.size)
 
 
 class Addition(NamedTuple):
@@ -75,7 +91,7 @@ def _add_fused(fused: list[tuple[Layout, Total]], addition: Addition, total: Tot
 
     parts = [total]
     for layout, results in fused:
-        spread = functools.partial(layout.spread, heads=total[0].shape[2])
+        spread = functools.partial(layout.spread, num_heads=total[0].shape[2])
         parts.append(tuple(spread(tiles, fill=fill) for tiles, fill in zip(results, addition.fills, strict=True)))
     added = addition.many([tuple(map(apart, part, addition.groups)) for part in parts])
     return tuple(array.reshape(tokens.shape) for array, tokens in zip(added, total, strict=True))

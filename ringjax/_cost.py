@@ -15,10 +15,13 @@ class RowBytes(NamedTuple):
 
 
 def work(branch: BranchSchedule, shard: int, step: int, offset: int = 0) -> int:
-    """Returns the number of pairs of a query and a key that a shard computes in one step of the ring."""
+    """Returns the number of pairs of a query and a key that a shard computes in one step of the ring.
+
+    In a union, those that it leaves out are counted too.
+    """
     if not branch.is_new(shard, step):
         return 0
-    queries, keys = _ranks(branch, shard, offset), _ranks(branch, branch.source(shard, step), offset)
+    queries, keys = _ranks(branch, shard, offset), _ranks(branch.of_keys, branch.source(shard, step), offset)
     return sum(_pairs(branch, some, others, offset) for some in queries for others in keys)
 
 
@@ -28,8 +31,8 @@ def _ranks(branch: BranchSchedule, shard: int, offset: int) -> list[range]:
     ranks = []
     for first_slot in range(0, branch.num_slots, slots):
         holder, slot = branch.origin(shard, first_slot)
-        boundaries = holder * branch.shard_length, (holder + 1) * branch.shard_length
-        begin, end = (branch.rank(min(token, branch.length), offset) for token in boundaries)
+        boundaries = branch.first(holder), branch.first(holder + 1)
+        begin, end = (branch.rank(min(token, branch.stop), offset) for token in boundaries)
         ranks.append(_overlap(range(begin + slot, begin + slot + slots), range(begin, end)))
     return ranks
 
@@ -63,20 +66,25 @@ def forward_bytes(branch: BranchSchedule, query: int, keys: int, results: int) -
 
     Keys and values go around; the swapped halves of all go there, and their results back.
     """
-    return _sent(branch, keys, query + keys + results)
+    return _sent(branch, branch.of_keys.num_slots * keys, query + keys + results)
 
 
-def queries_travel(row: RowBytes) -> bool:
+def queries_travel(branch: BranchSchedule, row: RowBytes) -> bool:
     """Returns whether the backward sends queries around, being lighter than keys and values, gradients included."""
-    return row.queries + row.query_grad < row.keys + row.keys_grad
+    queries, keys = _around(branch, row)
+    return queries < keys
 
 
 def backward_bytes(branch: BranchSchedule, row: RowBytes) -> int:
     """Returns the bytes that a shard sends backward: the lighter side around, and the swapped halves there and back."""
-    lighter = row.queries + row.query_grad if queries_travel(row) else row.keys + row.keys_grad
-    return _sent(branch, lighter, sum(row))
+    return _sent(branch, min(_around(branch, row)), sum(row))
+
+
+def _around(branch: BranchSchedule, row: RowBytes) -> tuple[int, int]:
+    queries, keys = row.queries + row.query_grad, row.keys + row.keys_grad
+    return branch.num_slots * queries, branch.of_keys.num_slots * keys
 
 
 def _sent(branch: BranchSchedule, rotated: int, swapped: int) -> int:
     swaps = branch.num_slots // 2 if branch.is_balanced else 0
-    return (branch.ring_size - 1) * branch.num_slots * rotated + swaps * swapped
+    return (branch.ring_size - 1) * rotated + swaps * swapped

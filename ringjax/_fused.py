@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._block import Keys, accumulation_dtype, merge
-from ringjax._rows import Meeting
+from ringjax._block import Keys, Weighting, accumulation_dtype, merge
+from ringjax._meeting import Meeting
 from ringjax._schedule import BranchSchedule
 
 
@@ -87,12 +87,12 @@ class Fused:
         return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, value.shape[-1])), row - jnp.inf)
 
     def forward(
-        self, query: Float[Array, "B Rq N H"], keys: Keys, meeting: Meeting, scale: float, partial: FusedPartial
+        self, query: Float[Array, "B Rq N H"], keys: Keys, meeting: Meeting, weighting: Weighting, partial: FusedPartial
     ) -> FusedPartial:
         """Merges the attention of queries on keys with that on others."""
 
         def attend(query: Array, keys: Keys, is_causal: bool = False) -> tuple[Array, Array]:
-            out, lse = self.kernel.attend(query, *keys, is_causal, scale)
+            out, lse = self.kernel.attend(query, *keys, is_causal, weighting.scale)
             return out, lse.astype(partial.lse.dtype)
 
         def all_on_early(query: Array, keys: Keys) -> tuple[Array, Array]:
@@ -130,12 +130,12 @@ class Fused:
         return FusedGradients(*(jnp.zeros_like(array, dtype) for array in (queries.query, *keys)))
 
     def backward(
-        self, queries: FusedQueries, keys: Keys, meeting: Meeting, scale: float, grads: FusedGradients
+        self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: FusedGradients
     ) -> FusedGradients:
         """Adds what the pairs that meet contribute to sums of gradients under way."""
 
         def differentiate(queries: FusedQueries, keys: Keys, is_causal: bool = False) -> tuple[Array, ...]:
-            return _differentiate(self.kernel, queries, keys, is_causal, scale)
+            return _differentiate(self.kernel, queries, keys, is_causal, weighting.scale)
 
         def all_on_early(queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
             query_grad, *keys_grad = differentiate(queries, jax.tree.map(_early, keys))
@@ -151,9 +151,9 @@ class Fused:
         addends = _switch(meeting, differentiate, all_on_early, late_on_all, nothing)(queries, keys)
         return FusedGradients(*map(jnp.add, grads, addends))
 
-    def finish_gradients(self, grads: FusedGradients, scale: float) -> tuple[Array, Array, Array]:
+    def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values."""
-        del scale  # the kernel's
+        del weighting  # the kernel's
         return grads.query, grads.key, grads.value
 
 
@@ -172,7 +172,9 @@ def _switch(
 ) -> Callable[..., Any]:
     """Returns the case of a meeting: where it is known beforehand, that case alone."""
     branch = meeting.branch
-    queries, keys = (branch.order(slots.shards[0]) for slots in (meeting.queries, meeting.keys))
+    # Smaller for a shard whose first rows to compute are earlier.
+    order = lambda holder, slot: holder * branch.num_slots + slot
+    queries, keys = (order(*branch.origin(slots.shards[0], 0)) for slots in (meeting.queries, meeting.keys))
     case, cases = 0, [lambda *arrays: whole(*arrays, is_causal=branch.is_causal)]
     if branch.is_balanced:
         case = jnp.where(keys < queries, 1, jnp.where(keys > queries, 2, 0))
@@ -226,6 +228,10 @@ def _first_of(column: Any, array: Array) -> Array:
 def obstacle(branch: BranchSchedule, strategy: str) -> str | None:
     """Returns why no fused kernel can compute a branch, None where one can."""
     name = f"the branch ({branch.segment_length}, {branch.dilation_rate})"
+    if branch.is_general:
+        return "queries and keys lie at different positions"
+    if branch.earlier:
+        return f"{name} of a union leaves out pairs of earlier branches"
     if not branch.is_dense:
         return f"{name} on {branch.num_shards} shards has slots without rows, or segments that straddle shards"
     if strategy == "all_gather" and branch.ring_size > 1:

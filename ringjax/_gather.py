@@ -5,29 +5,33 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._block import Keys
+from ringjax._meeting import Meeting, Noise, Slots, Tiles
 from ringjax._plan import Plan
-from ringjax._rows import Meeting, Rows, Slots
+from ringjax._rows import Rows
 
 
-def forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> Any:
+def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> Any:
     """Returns the attention of one branch; the queries are where they are computed, the keys where they are kept."""
     implementation = plan.implementation(rows.branch)
-    partial = implementation.start(query, keys.value)
-    return implementation.forward(query, plan.gather(rows.branch, keys), _meeting(rows), plan.scale, partial)
+    partial = implementation.start(queries.arrays, keys.arrays.value)
+    keys = plan.gather(rows.branch, keys)
+    meeting = _meeting(queries, keys, rows, noise)
+    return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
 
-def backward(queries: Any, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
+def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> tuple[Array, Array, Array]:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
     implementation = plan.implementation(rows.branch)
     keys = plan.gather(rows.branch, keys)
-    grads = implementation.start_gradients(queries, keys)
-    grads = implementation.backward(queries, keys, _meeting(rows), plan.scale, grads)
-    query_grad, *keys_grad = implementation.finish_gradients(grads, plan.scale)
+    grads = implementation.start_gradients(queries.arrays, keys.arrays)
+    meeting = _meeting(queries, keys, rows, noise)
+    grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+    query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
     return query_grad, *plan.scatter(rows.branch, tuple(keys_grad))
 
 
-def _meeting(rows: Rows) -> Meeting:
+def _meeting(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None) -> Meeting:
     branch, size = rows.branch, rows.branch.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
-    return Meeting(Slots(rows, rows.shard[None], branch.is_balanced), Slots(rows, gathered, False))
+    own = Slots(rows, rows.shard[None], branch.is_balanced, queries.documents)
+    return Meeting(own, Slots(rows.of_keys(), gathered, False, keys.documents), True, noise)

@@ -1,54 +1,178 @@
-"""What the Flax modules share: between the projections, and around them on a mesh."""
+"""What the Flax modules share: the settings of their attention, and what happens between their projections."""
 
+import dataclasses
 import functools
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._mesh import token_positions
+from ringjax._block import Weighting
+from ringjax._cache import Cache, make_cache
+from ringjax._decode import Decoder
+from ringjax._mesh import find_placement, token_positions
+from ringjax._pattern import DilatedPattern
 from ringjax._rotary import rotary_embedding
 
 
-def attend(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B T K H"],
-    value: Float[Array, "*B T K H"],
-    *,
-    rope_theta: float | None,
-    mesh: Any,
-    axis_name: str,
-    **pattern: Any,
-) -> Float[Array, "*B T N H"]:
-    """Computes attention of projected heads, after rotating them to their global positions if `rope_theta` is given."""
-    if rope_theta is not None:
-        rotate = functools.partial(
-            rotary_embedding, positions=token_positions(query, mesh, axis_name), theta=rope_theta
-        )
-        query, key = rotate(query), rotate(key)
-    out = ring_dilated_attention(query, key, value, mesh=mesh, axis_name=axis_name, **pattern)
-    return cast(Array, out)
-
-
-def head_dim(num_heads: int, num_kv_heads: int, qkv_features: int, rope_theta: float | None) -> int:
-    """Returns the width of a head.
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The attention of a module, all but its parameters; see :class:`ringjax.RingDilatedAttention`.
 
     Raises:
       ValueError: if the numbers do not divide, or the rotary embedding has no pairs to rotate.
     """
-    if qkv_features % num_heads:
-        raise ValueError(f"qkv_features={qkv_features} does not divide over num_heads={num_heads}: make it a multiple")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    width = qkv_features // num_heads
-    if rope_theta is not None and width % 2:
-        raise ValueError(f"rope_theta={rope_theta} rotates pairs, but a head has the odd width {width}: make it even")
-    if rope_theta is not None and not rope_theta > 0:
-        raise ValueError(f"rope_theta={rope_theta} must be positive, such as 10000")
-    return width
+
+    pattern: DilatedPattern
+    num_heads: int
+    num_kv_heads: int
+    qkv_features: int
+    is_causal: bool
+    rope_theta: float | None
+    logits_soft_cap: float | None
+    dropout_rate: float
+    broadcast_dropout: bool
+    strategy: Any
+    implementation: Any
+    mesh: Any
+    axis_name: str
+    spec: Any
+
+    def __post_init__(self) -> None:
+        num_heads, num_kv_heads, theta = self.num_heads, self.num_kv_heads, self.rope_theta
+        if self.qkv_features % num_heads:
+            raise ValueError(
+                f"qkv_features={self.qkv_features} does not divide over num_heads={num_heads}: make it a multiple"
+            )
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+        self.pattern.heads_of(0, num_kv_heads)
+        if theta is not None and self.head_dim % 2:
+            raise ValueError(
+                f"rope_theta={theta} rotates pairs, but a head has the odd width {self.head_dim}: make it even"
+            )
+        if theta is not None and not theta > 0:
+            raise ValueError(f"rope_theta={theta} must be positive, such as 10000")
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1): it is the share of weights to drop")
+
+    def check_causal(self) -> None:
+        """Checks that a sequence can be continued.
+
+        Raises:
+          ValueError: if the attention is not causal.
+        """
+        if not self.is_causal:
+            raise ValueError(
+                "decode=True continues a sequence, but with is_causal=False tokens see later ones: make it True"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.qkv_features // self.num_heads
+
+    def attend(
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K H"],
+        document_ids: Any = None,
+        query_offset: int = 0,
+        dropout_seed: Any = None,
+    ) -> Float[Array, "*B T N H"]:
+        """Computes attention of projected heads, rotated to their global positions if `rope_theta` is given."""
+        query, key = self._rotate(query, query_offset), self._rotate(key)
+        out = ring_dilated_attention(
+            query,
+            key,
+            value,
+            segment_lengths=self.pattern.segment_lengths,
+            dilation_rates=self.pattern.dilation_rates,
+            offsets=self.pattern.offsets,
+            merge=self.pattern.merge,
+            heads=self.pattern.heads,
+            is_causal=self.is_causal,
+            document_ids=document_ids,
+            query_offset=query_offset,
+            logits_soft_cap=self.logits_soft_cap,
+            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
+            dropout_seed=dropout_seed,
+            broadcast_dropout=self.broadcast_dropout,
+            strategy=self.strategy,
+            implementation=self.implementation,
+            mesh=self.mesh,
+            axis_name=self.axis_name,
+            spec=self.spec,
+        )
+        return cast(Array, out)
+
+    def _rotate(self, array: Float[Array, "*B T N H"], offset: Any = 0) -> Float[Array, "*B T N H"]:
+        if self.rope_theta is None:
+            return array
+        return rotary_embedding(array, token_positions(array, self.mesh, self.axis_name) + offset, self.rope_theta)
+
+    def make_cache(self, batch: tuple[int, ...], max_length: int, dtype: Any) -> Cache:
+        """Returns the cache of no tokens, for sequences of `max_length`.
+
+        Raises:
+          ValueError: if the attention is not causal.
+        """
+        self.check_causal()
+        widths = self.head_dim, self.head_dim
+        return make_cache(self.pattern, batch, max_length, self.num_kv_heads, widths, dtype, self.mesh, self.axis_name)
+
+    def prefill(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Returns the attention of a sequence from its beginning, and the cache after it.
+
+        Raises:
+          ValueError: if it is longer than the cache is for.
+        """
+        length = key.shape[-3]
+        if not isinstance(cache.max_length, Tracer) and length > int(cache.max_length):
+            raise ValueError(
+                f"the cache is for {int(cache.max_length)} tokens, and the inputs have {length}: "
+                "call init_cache with a larger length"
+            )
+        out, rotated = self.attend(query, key, value), self._rotate(key)
+        out = jnp.where(length <= cache.max_length, out, jnp.nan)
+        return out, self._decoder(query, key, value).prefill(rotated, value, cache)
+
+    def step(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
+        if self.rope_theta is not None:
+            positions = cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
+            rotate = functools.partial(rotary_embedding, positions=positions, theta=self.rope_theta)
+            query, key = rotate(query), rotate(key)
+        return self._decoder(query, key, value).step(query, key, value, cache)
+
+    def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
+        placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)
+        weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap)
+        return Decoder(self.pattern, self.num_kv_heads, weighting, placement)
+
+
+def check_decoding(document_ids: Any, query_offset: int, is_self_attention: bool, draws_dropout: bool) -> None:
+    """Checks the arguments of a call that decodes.
+
+    Raises:
+      ValueError: naming the argument that means nothing there, and the remedy.
+    """
+    if document_ids is not None:
+        raise ValueError("document_ids is given, but decode=True continues one document: leave it out")
+    if query_offset:
+        raise ValueError(
+            f"query_offset={query_offset}, but decode=True knows the position from its cache: leave it out"
+        )
+    if not is_self_attention:
+        raise ValueError("inputs_k or inputs_v is given, but decode=True caches keys of inputs_q alone: leave them out")
+    if draws_dropout:
+        raise ValueError("deterministic=False, but decode=True draws no dropout: make it True")
 
 
 def output_sharding(inputs: Array) -> NamedSharding | None:

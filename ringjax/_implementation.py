@@ -21,8 +21,12 @@ def implement(
     platform: str,
     strategy: str,
     unmapped: tuple[str, ...],
+    needs: tuple[str, ...] = (),
 ) -> tuple[BranchSchedule, ...]:
-    """Returns the branches with their implementations, given the axes of the mesh that shard_map does not map over.
+    """Returns the branches with their implementations.
+
+    `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
+    masked or weighted one by one.
 
     Raises:
       ValueError: if the named implementation is unknown, or cannot serve all branches.
@@ -34,7 +38,9 @@ def implement(
     if implementation is _xla:
         return branches
     obstacle = implementation.kernel.obstacle(*arrays, platform)
-    if obstacle is None and unmapped:
+    if obstacle is None and needs:
+        obstacle = f"no fused kernel knows {', '.join(needs)}"
+    elif obstacle is None and unmapped:
         # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
         obstacle = f"the mesh axes {unmapped} are Auto: say with spec=P(...) what they cut, or make them Explicit"
         if name is None:

@@ -1,5 +1,6 @@
 """Which mesh a call runs on, and how its arrays lie on it."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,7 +47,11 @@ class Placement(NamedTuple):
         return array.shape[-3] * (self.num_shards if is_shard else 1)
 
     def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
-        """Returns the function of shards as one of whole arrays: "q" is laid out as queries are, "k" as keys."""
+        """Returns the function of shards as one of whole arrays.
+
+        "q" is laid out as queries are, "k" as keys, "d" as queries without heads, and "r" is the same everywhere; of
+        "Q" and "K" each device has the whole length.
+        """
         if self.mesh is None:
             return function
         # All axes are named by naming none: then a vmap along one of them can take it out.
@@ -61,9 +66,10 @@ class Placement(NamedTuple):
 
     def lay_out(self, array: Array, kind: str) -> Array:
         """Pads an array's length to equal shards, and gives it the sharding that `map` takes."""
-        padding = -array.shape[-3] % self.num_shards if self.axis_name in self.mapped else 0
+        axis = array.ndim - (3 if kind in "qk" else 1)
+        padding = -array.shape[axis] % self.num_shards if self.axis_name in self.mapped and kind != "r" else 0
         if padding:
-            array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + [(0, padding), (0, 0), (0, 0)])
+            array = jnp.pad(array, [(0, padding if dim == axis else 0) for dim in range(array.ndim)])
         return self.reshard(array, kind)
 
     def take_back(self, array: Array, length: int, axis: int) -> Array:
@@ -75,9 +81,12 @@ class Placement(NamedTuple):
         return jax.lax.slice_in_dim(array, 0, length, axis=axis)
 
     def _spec(self, kind: str, is_length_sharded: bool = True) -> P:
+        if kind == "r":
+            return P()
+        is_length_sharded, kind = is_length_sharded and kind.islower(), kind.lower()
         length = self.axis_name if is_length_sharded and self.axis_name in self.mapped else None
-        heads = self.heads if kind == "q" else self.kv_heads
-        return P(*(axes or None for axes in self.batch), length, heads or None)
+        heads = {"q": [self.heads or None], "k": [self.kv_heads or None], "d": []}[kind]
+        return P(*(axes or None for axes in self.batch), length, *heads)
 
     def reshard(self, array: Array, kind: str, is_length_sharded: bool = True) -> Array:
         """Gives an array the type that `map` takes; only typed axes ask for it."""
@@ -231,6 +240,27 @@ def _split_heads(
             "use a number of key/value heads that divides them or is divided by them"
         )
     return {"heads": heads, "kv_heads": heads if num_kv_heads % shards == 0 else ()}
+
+
+def find_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> tuple[Mesh | AbstractMesh | None, int]:
+    """Returns the mesh that is given or that `jax.set_mesh` holds, None if it lacks the axis, and the axis' size."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if types.get(axis_name, AxisType.Manual) == AxisType.Manual:
+        return None, 1
+    return mesh, mesh.shape[axis_name]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def sharded_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str) -> Array:
+    """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if there is one."""
+    zeros = jnp.zeros(shape, dtype)
+    if mesh is None:
+        return zeros
+    sharding = NamedSharding(mesh, P(*[None] * (len(shape) - 3), axis_name))
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(zeros, sharding)
+    return jax.lax.with_sharding_constraint(zeros, sharding)
 
 
 def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: str) -> Int[Array, "T"]:

@@ -9,11 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ringjax._block import Weighting
 from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._meeting import Noise
 from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
-from ringjax._rows import Rows
-from ringjax._schedule import BranchSchedule
+from ringjax._rows import Heads, Rows
+from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule
+
+SHARED_BLOCK_ROWS = 128
+MIN_BLOCK_ROWS = 64
+MAX_LOGITS = 2**24
+
+
+def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans.
+
+    Logits are as wide for narrow rows, beside which they weigh more; many batches and heads make a tile by themselves;
+    and the CPU devices of one process compute their tiles in the same cache, each on one core: then it spans fewer.
+    """
+    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
+    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
+        rows //= 2
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +41,10 @@ class Plan:
     pattern: DilatedPattern
     branches: tuple[BranchSchedule, ...]
     num_kv_heads: int
-    scale: float
+    weighting: Weighting
     placement: Placement
     strategy: str = "ring"
+    broadcast_dropout: bool = False
 
     @property
     def first_head(self) -> Any:
@@ -39,14 +58,53 @@ class Plan:
         return max(1, self.num_kv_heads // jax.lax.axis_size(self.placement.heads))
 
     def rows(self, branch: BranchSchedule) -> Rows:
-        """Returns the rows that this shard keeps; the offsets follow the heads' global numbers."""
+        """Returns the rows of queries that this shard keeps."""
         axis_name = self.placement.axis_name
         shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
-        offset = lambda head: self.pattern.offset(head, branch.dilation_rate, self.num_kv_heads)
-        all_offsets = jnp.asarray(np.unique(offset(np.arange(self.num_kv_heads))), jnp.uint32)
-        head = (self.first_head + jnp.arange(self.local_heads, dtype=jnp.int32)).astype(jnp.uint32)
-        offsets = all_offsets if all_offsets.size == 1 else offset(head)
-        return Rows(branch, shard, offsets, all_offsets, is_whole=self.placement.is_whole)
+        return Rows(branch, shard, self._heads(branch), is_whole=self.placement.is_whole)
+
+    def _heads(self, branch: BranchSchedule) -> Heads:
+        """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
+        numbers = self.pattern.heads_of(branch.number, self.num_kv_heads)
+        branches = [(branch.number, branch.segment_length, branch.dilation_rate), *branch.earlier]
+        offsets = [
+            self.pattern.offset(np.asarray(numbers), rate, self.num_kv_heads, number) for number, _, rate in branches
+        ]
+        offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
+        own, *earlier = jnp.asarray(offsets, jnp.uint32)
+        first, head, is_member = self._members(numbers)
+        head = jnp.clip(head - numbers.start, 0, len(numbers) - 1)
+        classes = jnp.asarray(classes.reshape(-1), jnp.int32)[head] if offsets.shape[1] > 1 else jnp.zeros(1, jnp.int32)
+        return Heads(first, head.size, own, tuple(earlier), classes, is_member)
+
+    def _members(self, numbers: range) -> tuple[Any, Array, Any]:
+        """Returns this shard's first head among these, the global numbers of as many as a shard has, and their members.
+
+        Shards that hold fewer members than others also name heads that are none; None where all are members.
+        """
+        local = self.local_heads
+        shards = jax.lax.axis_size(self.placement.heads)
+        begins = [shard * self.num_kv_heads // shards for shard in range(shards)]
+        counts = [min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins]
+        most = max(counts)
+        first = jnp.clip(numbers.start - self.first_head, 0, local - most) if shards > 1 else numbers.start
+        head = self.first_head + first + jnp.arange(most, dtype=jnp.int32)
+        is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
+        return first, head, is_member
+
+    def noise(self, seed: Array | None, batch_shape: tuple[int, ...], num_heads: int) -> Noise | None:
+        """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads."""
+        if seed is None or not self.weighting.dropout_rate:
+            return None
+        batch = jnp.zeros((), jnp.int32)
+        for dimension, size in enumerate(batch_shape):
+            axes = self.placement.batch[dimension] if self.placement.batch else ()
+            index = jnp.arange(size, dtype=jnp.int32) + (jax.lax.axis_index(axes) * size if axes else 0)
+            batch = batch[..., None] * (size * jax.lax.axis_size(axes)) + index
+        first = jax.lax.axis_index(self.placement.heads) * num_heads if self.placement.heads else 0
+        head = first + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
+        noise = Noise(seed, batch.reshape(-1), head)
+        return noise._replace(batch=batch.reshape(-1) * 0, head=head * 0) if self.broadcast_dropout else noise
 
     @staticmethod
     def implementation(branch: BranchSchedule) -> Any:

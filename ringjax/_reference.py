@@ -2,27 +2,37 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from ringjax._pattern import DilatedPattern, Offsets
+from ringjax import _dropout
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
 
 
 def dilated_attention_reference(
     query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B T K H"],
-    value: Float[Array, "*B T K V"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
     *,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     is_causal: bool = False,
     scale: float | None = None,
     offsets: Offsets = "interleaved",
+    merge: Merge = "lse",
+    heads: Heads = "all",
+    document_ids: Any = None,
+    query_offset: int = 0,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
+    broadcast_dropout: bool = False,
     return_residual: bool = False,
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
-    """Computes dilated attention densely, in O(T^2) memory: the definition that everything else is held to.
+    """Computes dilated attention densely, in O(T S) memory: the definition that everything else is held to.
 
     The pair (t, s) counts as many times as there are branches that hold it, M[h, t, s]:
     ``out[t] = sum_s M exp(q_t.k_s) v_s / sum_s M exp(q_t.k_s)``. That is LongNet's mixture of branches by their softmax
@@ -30,13 +40,22 @@ def dilated_attention_reference(
 
     Args:
       query: [..., T, N, H], a floating dtype.
-      key: [..., T, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
-      value: [..., T, K, V].
+      key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
+      value: [..., S, K, V].
       segment_lengths: the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
-      is_causal: whether token t sees only tokens s <= t.
+      is_causal: whether a query sees only keys whose position is not after its own.
       scale: what the logits are multiplied with; ``1 / sqrt(H)`` by default.
-      offsets: ``"interleaved"`` or ``"blocked"``, see :class:`DilatedPattern`.
+      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`DilatedPattern`.
+      merge: ``"lse"`` or ``"union"``, see :class:`DilatedPattern`.
+      heads: ``"all"`` or ``"grouped"``, see :class:`DilatedPattern`.
+      document_ids: integers [..., T], or a pair of [..., T] and [..., S]: only tokens of the same document attend to
+        each other, and those of negative numbers to nothing.
+      query_offset: the position of the first query; that of the first key is 0.
+      logits_soft_cap: the cap c of logits, which are then ``c tanh(logits / c)``; none by default.
+      dropout_rate: the probability with which a weight is dropped; those that are kept are divided by the rest.
+      dropout_seed: an integer, or a key of `jax.random`; all pairs of batch, head and positions draw independently.
+      broadcast_dropout: whether all batches and heads drop the same weights.
       return_residual: whether to return the log-sum-exp of each row too.
 
     Returns:
@@ -51,25 +70,41 @@ def dilated_attention_reference(
       >>> dilated_attention_reference(q, k, v, segment_lengths=(3,), dilation_rates=(1,)).shape
       (1, 6, 2, 4)
     """
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets)
-    length, num_heads, head_dim = query.shape[-3:]
-    num_kv_heads = key.shape[-2]
+    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets, merge, heads)
+    (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
 
-    multiplicity = jnp.asarray(pattern.multiplicity(length, num_kv_heads, is_causal))
-    multiplicity = jnp.repeat(multiplicity, groups, axis=0)  # [N, T, T]
-    key = jnp.repeat(key, groups, axis=-2).astype(dtype)  # [..., T, N, H]
-    value = jnp.repeat(value, groups, axis=-2).astype(dtype)  # [..., T, N, V]
+    multiplicity = jnp.asarray(pattern.multiplicity(length, num_kv_heads, is_causal, key_length, query_offset))
+    multiplicity = jnp.repeat(multiplicity, groups, axis=0)  # [N, T, S]
+    if document_ids is not None:
+        multiplicity = jnp.where(_share_document(document_ids), multiplicity, 0)  # [..., N, T, S]
+    key = jnp.repeat(key, groups, axis=-2).astype(dtype)  # [..., S, N, H]
+    value = jnp.repeat(value, groups, axis=-2).astype(dtype)  # [..., S, N, V]
 
     logits = scale * jnp.einsum("...tnh,...snh->...nts", query.astype(dtype), key)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     logits = jnp.where(multiplicity > 0, logits + jnp.log(jnp.maximum(multiplicity, 1)).astype(dtype), -jnp.inf)
-    covered = (multiplicity > 0).any(axis=-1)  # [N, T]
+    covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
     # Rows without a key would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
     logits = jnp.where(covered[..., None], logits, 0)
     lse = jax.nn.logsumexp(logits, axis=-1)  # [..., N, T]
     weights = jnp.where(covered[..., None], jnp.exp(logits - lse[..., None]), 0)
+    if dropout_rate > 0:
+        batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not broadcast_dropout)
+        head_number = jnp.arange(num_heads)[:, None, None] * (not broadcast_dropout)
+        seed, position = _dropout.make_seed(dropout_seed), query_offset + jnp.arange(length)[:, None]
+        start, step = _dropout.make_stream(seed, batch_number, head_number, position)  # [..., N, T, 1]
+        is_kept = _dropout.is_kept(start, step, jnp.arange(key_length), dropout_rate)  # [..., N, T, S]
+        weights = jnp.where(is_kept, weights / (1 - dropout_rate), 0)
     out = jnp.einsum("...nts,...snv->...tnv", weights, value).astype(query.dtype)
     lse = jnp.moveaxis(jnp.where(covered, lse, -jnp.inf), -1, -2)  # [..., T, N]
     return (out, lse) if return_residual else out
+
+
+def _share_document(document_ids: Any) -> Bool[Array, "*B 1 T S"]:
+    of_queries, of_keys = document_ids if isinstance(document_ids, tuple | list) else (document_ids, document_ids)
+    of_queries, of_keys = jnp.asarray(of_queries)[..., None, :, None], jnp.asarray(of_keys)[..., None, None, :]
+    return (of_queries == of_keys) & (of_queries >= 0)

@@ -8,69 +8,80 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._block import Keys
 from ringjax._cost import RowBytes, queries_travel
+from ringjax._meeting import Meeting, Noise, Slots, Tiles
 from ringjax._plan import Plan
-from ringjax._rows import Meeting, Rows, Slots
+from ringjax._rows import Rows
 from ringjax._schedule import BranchSchedule
 
 
-def forward(query: Array, keys: Keys, rows: Rows, plan: Plan) -> Any:
+def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> Any:
     """Returns the attention of one branch; the queries are where they are computed, the keys where they are kept."""
     branch = rows.branch
     implementation = plan.implementation(branch)
 
-    def attend(step: Any, keys: Keys, partial: Any) -> Any:
-        return implementation.forward(query, keys, _meeting(rows, 0, step, step), plan.scale, partial)
+    def attend(step: Any, keys: Tiles, partial: Any) -> Any:
+        meeting = _meeting(rows, (queries, 0), (keys, step), step, noise)
+        return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
     def rotate_and_attend(carry: Any, step: Array) -> tuple[Any, None]:
         keys, partial = carry
         arriving = plan.rotate(branch, keys)
         return (arriving, attend(step, keys, partial)), None
 
-    carry: Any = (plan.swap(branch, keys), implementation.start(query, keys.value))
+    carry: Any = (plan.swap(branch, keys), implementation.start(queries.arrays, keys.arrays.value))
     if branch.ring_size > 1:
         carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.int32))
     return attend(branch.ring_size - 1, *carry)
 
 
-def backward(queries: Any, keys: Keys, rows: Rows, plan: Plan) -> tuple[Array, Array, Array]:
+def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> tuple[Array, Array, Array]:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
     branch = rows.branch
     implementation = plan.implementation(branch)
     keys = plan.swap(branch, keys)
-    start = functools.partial(implementation.start_gradients, queries, keys)
+    start = functools.partial(implementation.start_gradients, queries.arrays, keys.arrays)
 
-    def visit_keys(step: Any, queries: Any, keys_grad: Any) -> tuple[Any, Any]:
+    def visit_keys(step: Any, queries: Tiles, keys_grad: Any) -> tuple[Any, Any]:
         grads = start(step)._replace(key=keys_grad[0], value=keys_grad[1])
-        grads = implementation.backward(queries, keys, _meeting(rows, step, 0, step), plan.scale, grads)
+        meeting = _meeting(rows, (queries, step), (keys, 0), step, noise)
+        grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
-    def visit_queries(step: Any, keys: Keys, query_grad: Array) -> tuple[Any, Any]:
+    def visit_queries(step: Any, keys: Tiles, query_grad: Array) -> tuple[Any, Any]:
         grads = start(step)._replace(query=query_grad)
-        grads = implementation.backward(queries, keys, _meeting(rows, 0, step, step), plan.scale, grads)
+        meeting = _meeting(rows, (queries, 0), (keys, step), step, noise)
+        grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
     grads = start()
-    if queries_travel(_row_bytes(queries, keys, grads, branch.num_slots)):
+    if queries_travel(branch, _row_bytes(queries, keys, grads, branch)):
         query_grad, keys_grad = _travel(visit_keys, queries, tuple(grads[1:]), plan, branch)
     else:
         keys_grad, query_grad = _travel(visit_queries, keys, grads.query, plan, branch)
-    query_grad, *keys_grad = implementation.finish_gradients(type(grads)(query_grad, *keys_grad), plan.scale)
+    query_grad, *keys_grad = implementation.finish_gradients(type(grads)(query_grad, *keys_grad), plan.weighting)
     return query_grad, *plan.swap_back(branch, tuple(keys_grad))
 
 
-def _meeting(rows: Rows, queries: Any, keys: Any, step: Any) -> Meeting:
-    """The meeting of rows that have made so many rotations, queries and keys, in a step of the ring."""
+def _meeting(
+    rows: Rows, queries: tuple[Tiles, Any], keys: tuple[Tiles, Any], step: Any, noise: Noise | None
+) -> Meeting:
+    """The meeting of tiles that have made so many rotations, queries and keys, in a step of the ring."""
     branch, shard = rows.branch, rows.shard
-    after = lambda rotations: Slots(rows, branch.source(shard, rotations)[None], branch.is_balanced)
-    return Meeting(after(queries), after(keys), branch.is_new(shard, step))
+
+    def slots(rows: Rows, tiles: Tiles, rotations: Any) -> Slots:
+        return Slots(rows, branch.source(shard, rotations)[None], branch.is_balanced, tiles.documents)
+
+    return Meeting(slots(rows, *queries), slots(rows.of_keys(), *keys), branch.is_new(shard, step), noise)
 
 
-def _row_bytes(queries: Any, keys: Keys, grads: Any, num_slots: int) -> RowBytes:
-    count = lambda tree: sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree)) // num_slots
+def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) -> RowBytes:
+    count = lambda tree: sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
     return RowBytes(
-        queries=count(queries), keys=count(keys), query_grad=count(grads.query), keys_grad=count(tuple(grads[1:]))
+        queries=count(queries) // branch.num_slots,
+        keys=count(keys) // branch.of_keys.num_slots,
+        query_grad=count(grads.query) // branch.num_slots,
+        keys_grad=count(tuple(grads[1:])) // branch.of_keys.num_slots,
     )
 
 

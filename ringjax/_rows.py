@@ -1,7 +1,7 @@
 """The rows of a branch: from a shard's tokens to the slots of its schedule, and back.
 
-B batch, n tokens of the shard, m slots of all its chunks, K key/value heads, O their offsets (1 where all heads share
-one, else K); I tiles, C chunks of a tile, R rows (slots) of a block.
+B batch, n tokens of the shard, m slots of all its chunks, K key/value heads that run the branch, O those of them that
+are told apart: 1 where all are of one class, else K.
 """
 
 import functools
@@ -13,23 +13,66 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Int, Integer, Shaped, UInt
 
-from ringjax._block import NOWHERE, Mask, find_visits
 from ringjax._schedule import BranchSchedule
 
 Combine = Callable[[Array, Array], Array]
 
 
+class Heads(NamedTuple):
+    """The key/value heads of a shard that run a branch: `size` of them, from its own number `first` on.
+
+    Heads are of one class whose rows have the same offsets, in this branch and in earlier ones whose pairs it leaves
+    out. Where shards have different numbers of heads in the branch, `is_member` says which of these are.
+    """
+
+    first: Any
+    size: int
+    offsets: UInt[Array, "classes"]
+    earlier_offsets: tuple[UInt[Array, "classes"], ...]
+    classes: Int[Array, "O"]
+    is_member: Bool[Array, "K"] | None = None
+
+    def cut(self, array: Shaped[Array, "B n all D"]) -> Shaped[Array, "B n K D"]:
+        """Returns the part of an array that these heads are."""
+        if self.size == array.shape[2]:
+            return array
+        return jax.lax.dynamic_slice_in_dim(array, self.first, self.size, axis=2)
+
+    def paste(self, array: Shaped[Array, "B n all D"], part: Shaped[Array, "B n K D"]) -> Shaped[Array, "B n all D"]:
+        """Undoes `cut`."""
+        if self.size == array.shape[2]:
+            return part
+        return jax.lax.dynamic_update_slice_in_dim(array, part, self.first, axis=2)
+
+    def of_heads(self, array: Shaped[Array, "all *rest"]) -> Shaped[Array, "K *rest"]:
+        """Returns what an array of all heads says of these."""
+        return jax.lax.dynamic_slice_in_dim(array, self.first, self.size)
+
+
 class Rows(NamedTuple):
-    """The rows that one shard keeps in one branch: for the offset of each of its heads, among those of all heads.
+    """The rows that the heads of one shard keep in one branch.
 
     `is_whole` says that no axis of the mesh cuts the shard's batches and heads further, as the compiler chooses.
     """
 
     branch: BranchSchedule
     shard: Int[Array, ""]
-    offset: UInt[Array, "O"]
-    all_offsets: UInt[Array, "A"]
+    heads: Heads
     is_whole: bool = False
+
+    @property
+    def offset(self) -> UInt[Array, "O"]:
+        """The offset of each head."""
+        return self.heads.offsets[self.heads.classes]
+
+    def of_keys(self) -> "Rows":
+        """Returns the rows of keys."""
+        return self._replace(branch=self.branch.of_keys)
+
+    def of_classes(self) -> "Rows":
+        """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
+        classes = jnp.arange(self.heads.offsets.size, dtype=jnp.int32)
+        return self._replace(heads=self.heads._replace(classes=classes, is_member=None))
 
     def of_group(self, group: Any) -> "Rows":
         """Returns the rows of one of the groups of the shard."""
@@ -42,9 +85,9 @@ class Rows(NamedTuple):
             rows = self._take_one(self._split(tokens))  # [B, chunks * rows, K, ..., H]
         else:
             slots = branch.num_blocks * branch.block_rows
-            chunk, slot = _count(branch.num_chunks)[:, None, None], _count(slots)[:, None]
+            chunk, slot = naturals(branch.num_chunks)[:, None, None], naturals(slots)[:, None]
             token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset)
-            index = jnp.where(is_row, token - self.shard * branch.shard_length, 0)  # [chunks, slots, O]
+            index = jnp.where(is_row, token - branch.first(self.shard), 0)  # [chunks, slots, O]
             rows = _take(tokens, rearrange(index, "c s O -> (c s) O"))
         return self._resize(rows, branch.num_blocks * branch.block_rows)
 
@@ -60,7 +103,7 @@ class Rows(NamedTuple):
             rows = self._resize(rows, branch.num_rows)
             return self._put_one(self._split(tokens), rows, combine).reshape(tokens.shape)
         shard = self.shard.astype(jnp.uint32)
-        token = shard * branch.shard_length + _count(branch.shard_length)[:, None]  # [n, 1]
+        token = branch.first(shard) + naturals(branch.shard_length)[:, None]  # [n, 1]
         chunk, slot = branch.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
         is_kept = branch.is_kept(token, self.offset)  # [n, O]
         index = jnp.where(is_kept, chunk * (branch.num_blocks * branch.block_rows) + slot, 0)
@@ -103,7 +146,8 @@ class Rows(NamedTuple):
         return rearrange(chunks, "B c s ... -> B (c s) ...")
 
 
-def _count(stop: int) -> UInt[Array, "stop"]:
+def naturals(stop: int) -> UInt[Array, "stop"]:
+    """Returns the numbers below `stop`."""
     # Unsigned: there division and remainder are one instruction each, without the cases of a negative sign.
     return jnp.arange(stop, dtype=jnp.uint32)
 
@@ -132,7 +176,7 @@ def put_selected(
 
 
 def _is_offset(rate: int, offset: UInt[Array, "O"]) -> Bool[Array, "rate O 1"]:
-    return (_count(rate)[:, None] == offset)[..., None]
+    return (naturals(rate)[:, None] == offset)[..., None]
 
 
 def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
@@ -175,71 +219,9 @@ def take_vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) ->
 
 def _vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> UInt[Array, "B m K"]:
     batch, count, rate, heads, _ = split.shape
-    of_first = _count(batch * count).reshape(batch, count, 1) * (rate * heads)
-    return of_first + (offset * heads + _count(heads))
+    of_first = naturals(batch * count).reshape(batch, count, 1) * (rate * heads)
+    return of_first + (offset * heads + naturals(heads))
 
 
 def _of_heads(offset: UInt[Array, "O"], heads: int) -> Int[Array, "K 1"]:
     return jnp.broadcast_to(offset, heads).astype(jnp.int32)[:, None]
-
-
-class Slots(NamedTuple):
-    """Where rows are when they are computed: whose they are, and whether the halves of balanced shards are swapped."""
-
-    rows: Rows
-    shards: Int[Array, "S"]
-    is_swapped: bool
-
-    def tokens(self) -> tuple[Int[Array, "J C O R"], Bool[Array, "J C O R"]]:
-        """Returns the global number of the token in each slot of each shard's tiles, and whether there is one."""
-        branch = self.rows.branch
-        shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
-        tile = _count(branch.num_tiles)[:, None, None, None]
-        chunk = tile // branch.num_blocks * branch.chunks_per_tile
-        chunk = chunk + _count(branch.chunks_per_tile)[:, None, None]  # [I, C, 1, 1]
-        slot = _count(branch.block_rows) + tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, R]
-        if self.is_swapped:
-            shard, slot = branch.origin(shard, slot)
-        token, is_row = branch.slot_token(shard, chunk, slot, self.rows.offset[:, None])  # [S, I, C, O, R]
-        flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
-        return flat(token.astype(jnp.int32)), flat(is_row)
-
-    def outline(self) -> "Slots":
-        """Returns the slots of all offsets on the mesh: the same wherever heads are, so that no axis has to reduce."""
-        return self._replace(rows=self.rows._replace(offset=self.rows.all_offsets))
-
-
-class Meeting(NamedTuple):
-    """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
-
-    Nothing is where the keys are not new.
-    """
-
-    queries: Slots
-    keys: Slots
-    is_new: Any = True
-
-    @property
-    def branch(self) -> BranchSchedule:
-        """The branch that the rows are of."""
-        return self.queries.rows.branch
-
-
-def make_mask(meeting: Meeting) -> Mask:
-    """Returns which queries attend to which keys: those of their segment."""
-    queries, keys, is_new = meeting
-    branch = meeting.branch
-
-    def positions(queries: Slots, keys: Slots) -> tuple[Array, Array, Array]:
-        token, is_row = queries.tokens()
-        first = token - token % branch.segment_length
-        last = token if branch.is_causal else first + (branch.segment_length - 1)
-        position, is_key = keys.tokens()
-        return (
-            jnp.where(is_row, first, NOWHERE),
-            jnp.where(is_row, last, -1),
-            jnp.where(is_key & is_new, position, NOWHERE),
-        )
-
-    visits = find_visits(*positions(queries.outline(), keys.outline()), branch.num_tiles // branch.num_blocks)
-    return Mask(*positions(queries, keys), visits)

@@ -12,26 +12,15 @@ from typing import Any
 from ringjax._pattern import DilatedPattern
 
 MAX_BLOCK_ROWS = 512
-SHARED_BLOCK_ROWS = 128
-MIN_BLOCK_ROWS = 64
-MAX_LOGITS = 2**24
-
-
-def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
-    """Returns the most rows of queries, and of keys, that one tile of logits spans.
-
-    Logits are as wide for narrow rows, beside which they weigh more; many batches and heads make a tile by themselves;
-    and the CPU devices of one process compute their tiles in the same cache, each on one core: then it spans fewer.
-    """
-    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
-    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
-        rows //= 2
-    return rows
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchSchedule:
     """One branch of a pattern on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
+
+    Tokens are named by their positions, from `first_token` on. Where the keys lie otherwise than the queries, this is
+    the queries' schedule, and `other_keys` the keys'. In a union, pairs of the `earlier` branches are left out: their
+    numbers, segment lengths and rates.
 
     The tokens of a shard are cut into chunks: its segments, where the segments lie inside shards, else the whole shard.
     Each chunk holds `num_rows` slots for the rows that a head keeps; a slot without a row is masked. Chunks attend to
@@ -46,13 +35,29 @@ class BranchSchedule:
     is_causal: bool = False
     max_block_rows: int = MAX_BLOCK_ROWS
     implementation: str = "xla"
+    number: int = 0
+    first_token: int = 0
+    earlier: tuple[tuple[int, int, int], ...] = ()
+    is_general: bool = False
+    other_keys: "BranchSchedule | None" = None
+
+    @property
+    def of_keys(self) -> "BranchSchedule":
+        """The schedule of the keys."""
+        return self.other_keys or self
+
+    # Where queries and keys lie differently, all shards form one ring, and each is one chunk.
 
     # Rings: shards between two boundaries that are boundaries of segments as well share nothing with the others.
 
     @property
     def ring_size(self) -> int:
         """The number of consecutive shards that form a ring, g; the last ring may be shorter."""
-        return min(self.num_shards, math.lcm(self.segment_length, self.shard_length) // self.shard_length)
+        return (
+            self.num_shards
+            if self.is_general
+            else min(self.num_shards, math.lcm(self.segment_length, self.shard_length) // self.shard_length)
+        )
 
     def ring(self, shard: Any) -> tuple[Any, Any]:
         """Returns the first shard and the number of shards of the ring that a shard belongs to."""
@@ -100,7 +105,16 @@ class BranchSchedule:
 
     def is_kept(self, token: Any, offset: Any) -> Any:
         """Returns whether a head of this offset keeps the token."""
-        return ((token % self.segment_length) % self.dilation_rate == offset) & (token < self.length)
+        return ((token % self.segment_length) % self.dilation_rate == offset) & (token < self.stop)
+
+    def first(self, shard: Any, chunk: Any = 0) -> Any:
+        """Returns the position at which a shard's chunk begins."""
+        return self.first_token + (shard * self.num_chunks + chunk) * self.chunk_length
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.first_token + self.length
 
     def kept(self, tokens: Any, offset: Any) -> Any:
         """Returns the number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
@@ -111,7 +125,8 @@ class BranchSchedule:
     @property
     def chunk_length(self) -> int:
         """The number of tokens of a chunk."""
-        return min(self.segment_length, self.shard_length) if self.ring_size == 1 else self.shard_length
+        is_cut = self.ring_size == 1 and not self.is_general
+        return min(self.segment_length, self.shard_length) if is_cut else self.shard_length
 
     @property
     def num_chunks(self) -> int:
@@ -123,25 +138,25 @@ class BranchSchedule:
         """The number of slots of a chunk: the most rows that any head keeps of any chunk."""
         chunks = range(math.lcm(self.segment_length, self.chunk_length) // self.chunk_length)
         chunks = chunks[: self.num_shards * self.num_chunks]
-        starts = [chunk * self.chunk_length for chunk in chunks]
-        # An offset beyond the chunk keeps one row at most, as offset 0 does of the first chunk.
+        starts = [self.first(0, chunk) for chunk in chunks]
+        # An offset beyond the first chunk keeps one row at most, as offset 0 does of one that begins at 0.
+        offsets = self.dilation_rate if self.first_token else min(self.dilation_rate, self.chunk_length + 1)
         return max(
             self.rank(start + self.chunk_length, offset) - self.rank(start, offset)
             for start in starts
-            for offset in range(min(self.dilation_rate, self.chunk_length + 1))
+            for offset in range(offsets)
         )
 
     def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the token in a slot of a shard's chunk, and whether there is one."""
-        start = (shard * self.num_chunks + chunk) * self.chunk_length
+        start = self.first(shard, chunk)
         token = self.token(self.rank(start, offset) + slot, offset)
-        return token, (token < start + self.chunk_length) & (token < self.length)
+        return token, (token < start + self.chunk_length) & (token < self.stop)
 
     def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the chunk and the slot of a kept token of the shard."""
-        chunk = (token - shard * self.shard_length) // self.chunk_length
-        start = (shard * self.num_chunks + chunk) * self.chunk_length
-        return chunk, self.rank(token, offset) - self.rank(start, offset)
+        chunk = (token - self.first_token - shard * self.shard_length) // self.chunk_length
+        return chunk, self.rank(token, offset) - self.rank(self.first(shard, chunk), offset)
 
     # Tiles: a chunk's slots are computed in blocks; short chunks share a tile.
 
@@ -189,7 +204,8 @@ class BranchSchedule:
         return (
             self.num_chunks * self.chunk_length == self.shard_length
             and self.chunk_length % self.dilation_rate == 0
-            and (self.ring_size == 1 or self._is_one_segment)
+            and self.first_token % self.dilation_rate == 0
+            and (self._is_one_segment or (self.ring_size == 1 and not self.is_general))
         )
 
     @property
@@ -208,12 +224,12 @@ class BranchSchedule:
 
     @property
     def _is_one_segment(self) -> bool:
-        return self.segment_length >= min(self.ring_size * self.shard_length, self.length)
+        return self.segment_length >= self.first_token + min(self.ring_size * self.shard_length, self.length)
 
     @property
     def is_balanced(self) -> bool:
         """Whether shards swap halves to compute."""
-        return self.is_causal and self.ring_size > 1 and self._is_one_segment
+        return self.is_causal and self.ring_size > 1 and self._is_one_segment and not self.is_general
 
     def partner(self, shard: Any) -> Any:
         """Returns the shard with which a shard swaps the second half of its slots."""
@@ -233,11 +249,6 @@ class BranchSchedule:
         is_swapped = (slot >= half) != self.is_late(shard)
         return shard + is_swapped * (self.partner(shard) - shard), slot % half + is_swapped * half
 
-    def order(self, shard: Any) -> Any:
-        """Returns a number that is smaller for a shard whose first rows to compute are earlier."""
-        holder, slot = self.origin(shard, 0)
-        return holder * self.num_slots + slot
-
     def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""
         return tuple((shard, self.partner(shard)) for shard in range(self.num_shards))
@@ -251,13 +262,39 @@ def make_schedule(
     num_kv_heads: int,
     is_causal: bool = False,
     max_block_rows: int = MAX_BLOCK_ROWS,
+    key_length: int | None = None,
+    query_offset: int = 0,
 ) -> tuple[BranchSchedule, ...]:
-    """Returns the schedule of each branch for `length` tokens, padded to equal shards, and `num_kv_heads` heads."""
-    shard_length = -(-length // num_shards)
-    branches = []
-    for segment_length, dilation_rate in pattern.branches:
-        # Beyond the sequence and the heads, larger numbers change nothing; clipping keeps them within 32 bits.
-        rate = min(dilation_rate, max(length, num_kv_heads))
-        segment = min(segment_length, max(num_shards * shard_length, rate))
-        branches.append(BranchSchedule(segment, rate, length, shard_length, num_shards, is_causal, max_block_rows))
+    """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
+
+    There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query.
+    """
+    key_length = length if key_length is None else key_length
+    shard_length, key_shard_length = -(-length // num_shards), -(-key_length // num_shards)
+    is_general = query_offset > 0 or length != key_length
+    # A head that runs one branch has no pairs of others.
+    is_union = pattern.merge == "union" and pattern.heads == "all"
+    # Beyond the sequence, the heads and the branches, larger numbers change nothing; clipping keeps them in 32 bits.
+    stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
+    most = max(stop, num_kv_heads, len(pattern.segment_lengths))
+    branches: list[BranchSchedule] = []
+    for number, (segment_length, dilation_rate) in enumerate(pattern.branches):
+        rate = min(dilation_rate, most)
+        branch = BranchSchedule(
+            segment_length=min(segment_length, max(stop, rate)),
+            dilation_rate=rate,
+            length=length,
+            shard_length=shard_length,
+            num_shards=num_shards,
+            is_causal=is_causal,
+            max_block_rows=max_block_rows,
+            number=number,
+            first_token=query_offset,
+            earlier=tuple((one.number, one.segment_length, one.dilation_rate) for one in branches if is_union),
+            is_general=is_general,
+        )
+        if is_general:
+            keys = dataclasses.replace(branch, length=key_length, shard_length=key_shard_length, first_token=0)
+            branch = dataclasses.replace(branch, other_keys=keys)
+        branches.append(branch)
     return tuple(branches)

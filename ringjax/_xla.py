@@ -10,8 +10,8 @@ from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
 from ringjax import _block
-from ringjax._block import Gradients, Keys, Partial, Queries
-from ringjax._rows import Meeting, make_mask
+from ringjax._block import Gradients, Keys, Partial, Queries, Weighting
+from ringjax._meeting import Meeting, make_mask
 from ringjax._schedule import BranchSchedule
 
 # Of an array that is laid out, the axis along which the slots of a shard follow each other.
@@ -56,11 +56,11 @@ def make_queries(query: Array, out_grad: Array, lse: Array, delta: Array) -> Que
     return Queries(query, out_grad, lse[..., 0], delta[..., 0])
 
 
-def forward(query: Array, keys: Keys, meeting: Meeting, scale: float, partial: Partial) -> Partial:
+def forward(query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
     """Adds the attention of queries on keys to a softmax under way."""
-    return _block.forward(query, keys, make_mask(meeting), scale, partial)
+    return _block.forward(query, keys, make_mask(meeting), weighting, partial)
 
 
-def backward(queries: Queries, keys: Keys, meeting: Meeting, scale: float, grads: Gradients) -> Gradients:
+def backward(queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients) -> Gradients:
     """Adds what the pairs that meet contribute to sums of gradients under way."""
-    return _block.backward(queries, keys, make_mask(meeting), scale, grads)
+    return _block.backward(queries, keys, make_mask(meeting), weighting, grads)

@@ -10,13 +10,16 @@ from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
-from ringjax._heads import attend, head_dim, output_sharding
+from ringjax._cache import Cache
+from ringjax._heads import Settings, check_decoding, output_sharding
 from ringjax._implementation import Implementation
-from ringjax._pattern import DilatedPattern, Offsets
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+
+_CACHE = "cached_key", "cached_value", "cache_index", "cache_length"
 
 
 class RingDilatedAttention(nnx.Module):
-    """Multi-head self-attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
+    """Multi-head attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
 
     Its parameters have the names and shapes of `nnx.MultiHeadAttention`: with one branch (T, 1) both compute the same.
 
@@ -28,9 +31,16 @@ class RingDilatedAttention(nnx.Module):
       segment_lengths: the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether token t sees only tokens s <= t.
-      offsets: ``"interleaved"`` or ``"blocked"``, see :class:`ringjax.DilatedPattern`.
+      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`ringjax.DilatedPattern`.
+      merge: ``"lse"`` or ``"union"``, see :class:`ringjax.DilatedPattern`.
+      heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
+      dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
+      broadcast_dropout: whether all batches and heads drop the same weights.
+      deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
+      decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
       implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
       dtype: the dtype of the computation; by default that of inputs and parameters.
@@ -41,10 +51,11 @@ class RingDilatedAttention(nnx.Module):
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
-      rngs: the random streams that the parameters are drawn from.
+      rngs: the random streams that the parameters are drawn from, and, from its stream "dropout", the dropout.
 
     Raises:
-      ValueError: for a wrong pattern, heads that do not divide, or an odd head width with `rope_theta`.
+      ValueError: for a wrong pattern, heads that do not divide, an odd head width with `rope_theta`, a dropout rate
+        outside [0, 1), or decoding that is not causal.
 
     Example:
       >>> from flax import nnx
@@ -66,8 +77,15 @@ class RingDilatedAttention(nnx.Module):
         dilation_rates: Sequence[int],
         is_causal: bool = False,
         offsets: Offsets = "interleaved",
+        merge: Merge = "lse",
+        heads: Heads = "all",
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
+        logits_soft_cap: float | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = False,
+        deterministic: bool | None = None,
+        decode: bool = False,
         strategy: Strategy = "ring",
         implementation: Implementation | None = None,
         dtype: Any = None,
@@ -80,20 +98,33 @@ class RingDilatedAttention(nnx.Module):
         spec: Any = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets)
-        self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.in_features = in_features
-        self.qkv_features = in_features if qkv_features is None else qkv_features
         self.out_features = in_features if out_features is None else out_features
-        self.head_dim = head_dim(self.num_heads, self.num_kv_heads, self.qkv_features, rope_theta)
-        self.is_causal = is_causal
-        self.rope_theta = rope_theta
-        self.strategy: Strategy = strategy
-        self.implementation: Implementation | None = implementation
-        self.mesh = mesh
-        self.axis_name = axis_name
-        self.spec = spec
+        self.settings = settings = Settings(
+            pattern=DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets, merge, heads),
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            qkv_features=in_features if qkv_features is None else qkv_features,
+            is_causal=is_causal,
+            rope_theta=rope_theta,
+            logits_soft_cap=logits_soft_cap,
+            dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
+            strategy=strategy,
+            implementation=implementation,
+            mesh=mesh,
+            axis_name=axis_name,
+            spec=spec,
+        )
+        self.deterministic = deterministic
+        self.decode = decode
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else nnx.data(None)
+        self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
+        self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
+        self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
+        self.cache_length: nnx.Cache[Any] | None = nnx.data(None)
+        if decode:
+            settings.check_causal()
         linear = functools.partial(
             nnx.LinearGeneral,
             dtype=dtype,
@@ -103,26 +134,115 @@ class RingDilatedAttention(nnx.Module):
             bias_init=bias_init,
             rngs=rngs,
         )
-        self.query = linear(in_features, (self.num_heads, self.head_dim))
-        self.key = linear(in_features, (self.num_kv_heads, self.head_dim))
-        self.value = linear(in_features, (self.num_kv_heads, self.head_dim))
-        self.out = linear((self.num_heads, self.head_dim), self.out_features, axis=(-2, -1))
+        self.query = linear(in_features, (num_heads, settings.head_dim))
+        self.key = linear(in_features, (settings.num_kv_heads, settings.head_dim))
+        self.value = linear(in_features, (settings.num_kv_heads, settings.head_dim))
+        self.out = linear((num_heads, settings.head_dim), self.out_features, axis=(-2, -1))
 
-    def __call__(self, inputs: Float[Array, "*B T D"]) -> Float[Array, "*B T E"]:
-        """Attends: inputs [..., T, in_features] to outputs [..., T, out_features], sharded like the inputs."""
-        heads = attend(
-            self.query(inputs),
-            self.key(inputs),
-            self.value(inputs),
-            segment_lengths=self.pattern.segment_lengths,
-            dilation_rates=self.pattern.dilation_rates,
-            offsets=self.pattern.offsets,
-            is_causal=self.is_causal,
-            rope_theta=self.rope_theta,
-            strategy=self.strategy,
-            implementation=self.implementation,
-            mesh=self.mesh,
-            axis_name=self.axis_name,
-            spec=self.spec,
-        )  # [..., T, N, H]
-        return self.out(heads, out_sharding=output_sharding(inputs))  # [..., T, E]
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*B T D"],
+        inputs_k: Float[Array, "*B S D"] | None = None,
+        inputs_v: Float[Array, "*B S D"] | None = None,
+        *,
+        document_ids: Any = None,
+        query_offset: int = 0,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        decode: bool | None = None,
+        prefill: bool = False,
+    ) -> Float[Array, "*B T E"]:
+        """Attends.
+
+        Args:
+          inputs_q: [..., T, in_features], of the queries.
+          inputs_k: [..., S, in_features], of the keys; `inputs_q` by default.
+          inputs_v: [..., S, in_features], of the values; `inputs_k` by default.
+          document_ids: the documents of tokens, see :func:`ring_dilated_attention`.
+          query_offset: the position of the first query.
+          deterministic: whether to drop nothing, instead of what the module says.
+          rngs: streams whose "dropout" the seed is drawn from, instead of the module's.
+          decode: whether to continue the sequence in the cache, instead of what the module says.
+          prefill: in decoding, whether the inputs are a sequence from its beginning, sharded along the mesh axis: it is
+            computed as in training, and the cache is filled. Other calls take tokens that are not sharded.
+
+        Returns:
+          [..., T, out_features], sharded like `inputs_q`. In decoding, NaN beyond the length of the cache.
+
+        Raises:
+          ValueError: if it is not said whether to drop, if there is no cache to decode with or it is known to be full,
+            or for arguments that mean nothing in decoding.
+        """
+        is_self_attention = inputs_k is None and inputs_v is None
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        heads = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)  # [..., T, N, H], [..., S, K, H]
+        seed = self._dropout_seed(deterministic, rngs)
+        if self.decode if decode is None else decode:
+            check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
+            attended = self._decode(*heads, prefill=prefill)
+        else:
+            attended = self.settings.attend(*heads, document_ids, query_offset, seed)
+        return self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
+
+    def _dropout_seed(self, deterministic: bool | None, rngs: Any) -> Any:
+        if not self.settings.dropout_rate:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                f"dropout_rate={self.settings.dropout_rate}, but deterministic=None: say to the module or to the call "
+                "whether to drop nothing, with True or False"
+            )
+        if deterministic:
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+
+    def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
+        """Makes the cache of a sequence that is to be continued: with `decode`, calls then take its next tokens.
+
+        Per branch and head it holds the rows that are kept of one segment, however long the sequence. On a mesh with
+        the sequence axis these are sharded along it.
+
+        Args:
+          input_shape: the shape [..., T, in_features] of inputs with the most tokens that there may be.
+          dtype: the dtype of cached keys and values.
+
+        Raises:
+          ValueError: if the attention is not causal.
+        """
+        *batch, max_length, _ = input_shape
+        cache = self.settings.make_cache(tuple(batch), max_length, dtype)
+        for name, value in zip(_CACHE, cache, strict=True):
+            setattr(self, name, nnx.Cache(value))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Sets what :func:`flax.nnx.view` changes; decoding without a cache makes one of these sizes."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is None:
+            return
+        self.decode = decode
+        if decode and self.cached_key is None:
+            if batch_size is None or max_length is None:
+                raise TypeError(f"decode=True makes a cache: {batch_size=} and {max_length=} must be given")
+            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            self.init_cache((*batch, max_length, self.in_features))
+
+    def _decode(self, query: Array, key: Array, value: Array, prefill: bool) -> Array:
+        variables = [getattr(self, name) for name in _CACHE]
+        if None in variables:
+            raise ValueError("decode=True, but there is no cache: call init_cache first")
+        cache = Cache(*(variable.get_value() for variable in variables))
+        run = self.settings.prefill if prefill else self.settings.step
+        out, cache = run(query, key, value, cache)
+        for variable, rows in zip(variables, cache, strict=True):
+            variable.set_value(rows)
+        return out

@@ -25,18 +25,29 @@ def random_arguments(
     heads: tuple[int, int] = (2, 1),
     widths: tuple[int, int] = (5, 3),
     batch: tuple[int, ...] = (1,),
+    key_length: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    shapes = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])]
-    query, key, value = (rng.normal(size=(*batch, length, *shape)) for shape in shapes)
+    key_length = length if key_length is None else key_length
+    shapes = [(length, heads[0], widths[0]), (key_length, heads[1], widths[0]), (key_length, heads[1], widths[1])]
+    query, key, value = (rng.normal(size=(*batch, *shape)) for shape in shapes)
     return query, key, value
 
 
-def loss(attention: Any, **arguments: Any) -> Any:
-    """A function of (query, key, value) whose gradient depends on all of out and on every finite lse."""
+def random_documents(length: int, batch: tuple[int, ...] = (1,), is_sorted: bool = True, seed: int = 0) -> np.ndarray:
+    """Document numbers of tokens: in each batch other ones, in runs or in any order, the last of them padding."""
+    documents = np.random.default_rng(seed).integers(0, 4, size=(*batch, length))
+    documents = np.sort(documents, axis=-1) if is_sorted else documents
+    documents[..., length - length // 8 :] = -1
+    return documents.astype(np.int32)
 
-    def function(query, key, value):
-        out, lse = attention(query, key, value, return_residual=True, **arguments)
+
+def loss(attention: Any, **arguments: Any) -> Any:
+    """A function of (query, key, value, *document_ids) whose gradient depends on all of out and every finite lse."""
+
+    def function(query, key, value, *document_ids):
+        labels = {"document_ids": document_ids if len(document_ids) == 2 else document_ids[0]} if document_ids else {}
+        out, lse = attention(query, key, value, return_residual=True, **labels, **arguments)
         finite = jnp.where(jnp.isfinite(lse), lse, 0)
         return jnp.sin(out.astype(lse.dtype)).sum() + jnp.cos(finite).sum(), (out, lse)
 

@@ -25,9 +25,12 @@ def call(dtype=np.float32, shapes=None, **arguments):
         ({"query": (8, 4)}, "query has the shape (8, 4): pass at least [length, heads, width]"),
         ({"value": (1, 8, 0, 5)}, "value has the shape (1, 8, 0, 5): length, heads and width must be at least 1"),
         ({"query": (1, 0, 4, 6)}, "query has the shape (1, 0, 4, 6)"),
-        ({"key": (1, 7, 2, 6)}, "key and query differ in batch or length: query (1, 8, 4, 6), key (1, 7, 2, 6)"),
-        ({"value": (2, 8, 2, 5)}, "value and query differ in batch or length"),
-        ({"key": (8, 2, 6)}, "key and query differ in batch or length"),
+        (
+            {"key": (1, 7, 2, 6)},
+            "key and value differ in length: query (1, 8, 4, 6), key (1, 7, 2, 6), value (1, 8, 2, 5)",
+        ),
+        ({"value": (2, 8, 2, 5)}, "value and query differ in batch"),
+        ({"key": (8, 2, 6)}, "key and query differ in batch"),
         ({"value": (1, 8, 4, 5)}, "key and value differ in their heads"),
         ({"key": (1, 8, 2, 7)}, "key and query differ in their width"),
         ({"key": (1, 8, 3, 6), "value": (1, 8, 3, 5)}, "query has 4 heads and key has 3"),
@@ -54,6 +57,52 @@ def test_strategies(unchecked):
 def test_block_sizes(block_size, unchecked):
     with pytest.raises(ValueError, match=f"block_size={block_size} must be a positive integer: leave it out"):
         call(block_size=block_size)
+
+
+IDS = np.zeros((1, 8), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            {"document_ids": IDS[0]},
+            ValueError,
+            "document_ids has the shape (8,): it numbers the document of each token",
+        ),
+        ({"document_ids": (IDS, IDS[:, 1:])}, ValueError, "document_ids[1] has the shape (1, 7)"),
+        ({"document_ids": (IDS,)}, ValueError, "document_ids has 1 entries: give one array, or two"),
+        ({"document_ids": IDS.astype(np.float32)}, TypeError, "document_ids is of float32: pass an array of signed"),
+        ({"document_ids": IDS.astype(np.uint32)}, TypeError, "document_ids is of uint32"),
+        ({"document_ids": 3}, TypeError, "document_ids is of int"),
+        ({"dropout_rate": 1.0, "dropout_seed": 1}, ValueError, "dropout_rate=1.0 must be in [0, 1)"),
+        ({"dropout_rate": -0.1, "dropout_seed": 1}, ValueError, "dropout_rate=-0.1 must be in [0, 1)"),
+        ({"dropout_rate": jnp.float32(0.1)}, TypeError, "must be a number, known when the call is traced"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_rate=0.1 needs a dropout_seed: an integer, or a key"),
+        ({"dropout_rate": 0.1, "dropout_seed": "x"}, TypeError, "dropout_seed='x' must be an integer, or a key"),
+        ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),
+        ({"query_offset": -1}, ValueError, "query_offset=-1 must be in [0, 2**30)"),
+        ({"query_offset": 0.5}, TypeError, "query_offset=0.5 must be an integer"),
+        ({"merge": "sum"}, ValueError, "merge='sum' is unknown: use one of 'lse', 'union'"),
+        ({"heads": "some"}, ValueError, "heads='some' is unknown: use one of 'all', 'grouped'"),
+        (
+            {"heads": "grouped", "segment_lengths": (4,) * 3, "dilation_rates": (1,) * 3},
+            ValueError,
+            "heads='grouped' deals 2 key/value heads out over 3 branches: use at least as many heads",
+        ),
+    ],
+    ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
+)
+def test_features(arguments, error, words, unchecked):
+    with pytest.raises(error) as caught:
+        call(**arguments)
+    assert words in str(caught.value)
+
+
+def test_documents_of_one_side(unchecked):
+    shapes = {"key": (1, 7, 2, 6), "value": (1, 7, 2, 5)}
+    with pytest.raises(ValueError, match="document_ids is one array for 8 queries and 7 keys: give a pair"):
+        call(shapes=shapes, document_ids=IDS)
 
 
 def test_lists_are_no_arrays(unchecked):

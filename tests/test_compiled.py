@@ -11,10 +11,11 @@ from oracle import make_mesh
 
 from benchmarks.programs import has_dimension, permutes
 from ringjax import DilatedPattern, ring_dilated_attention
+from ringjax._block import Weighting
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
+from ringjax._meeting import Meeting, Slots, make_mask
 from ringjax._mesh import Placement
 from ringjax._plan import Plan
-from ringjax._rows import Meeting, Slots, make_mask
 from ringjax._schedule import make_schedule
 
 HEADS, WIDTH = 2, 6
@@ -74,7 +75,7 @@ def test_what_is_sent_is_what_the_schedule_says(segment_length, rate, length, is
     (branch,) = make_schedule(pattern, length, 8, heads[1], is_causal)
     row, query, results = row_bytes(*heads)
     assert branch.ring_size > 1
-    assert queries_travel(row) == (heads[0] == heads[1])
+    assert queries_travel(branch, row) == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
@@ -163,7 +164,7 @@ def test_masked_blocks_are_skipped():
     counts = {}
     for is_causal in (False, True):
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
-        rows = Plan(pattern, branches, 1, 1.0, Placement()).rows(branches[0])
+        rows = Plan(pattern, branches, 1, Weighting(1.0), Placement()).rows(branches[0])
         slots = Slots(rows, rows.shard[None], False)
         visits = make_mask(Meeting(slots, slots)).visits
         counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())

@@ -1,5 +1,6 @@
 """Implementations by fused kernels: the branches that they compute, the pairs that they get, and cuDNN's guard."""
 
+import functools
 import types
 import warnings
 
@@ -133,6 +134,37 @@ def test_branches_that_it_cannot_compute_are_left_to_xla(kernel):
         assert bool(kernel.calls) == served
         with pytest.raises(ValueError, match="'cudnn' cannot serve: the branch .* on 4 shards has slots without rows"):
             ring_dilated_attention(*arrays, mesh=make_mesh(seq=4), implementation="cudnn", **arguments)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_groups_of_heads(kernel, kind):
+    """A kernel computes the heads of each branch alone."""
+    arguments = {"segment_lengths": (8, 32), "dilation_rates": (1, 2), "is_causal": True, "heads": "grouped"}
+    arrays = random_arguments(32, (6, 3))
+    actual = ring_results(arrays, mesh=make_mesh(kind, seq=2), implementation="cudnn", **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+    assert {call[1][2] for call in kernel.calls if call[0] == "differentiate"} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"document_ids": jnp.zeros((1, 32), jnp.int32)}, "no fused kernel knows document_ids"),
+        ({"logits_soft_cap": 1.0, "dropout_rate": 0.1, "dropout_seed": 1}, "knows logits_soft_cap, dropout_rate"),
+        ({"merge": "union"}, "the branch \\(32, 2\\) of a union leaves out pairs of earlier branches"),
+        ({"query_offset": 1}, "queries and keys lie at different positions"),
+    ],
+    ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
+)
+def test_pairs_that_are_masked_or_weighted_one_by_one(kernel, arguments, words):
+    arrays = list(map(jnp.asarray, random_arguments(32)))
+    call = functools.partial(
+        ring_dilated_attention, segment_lengths=(8, 32), dilation_rates=(1, 2), is_causal=True, **arguments
+    )
+    with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve: .*{words}"):
+        call(*arrays, implementation="cudnn")
+    np.testing.assert_allclose(call(*arrays), call(*arrays, implementation="xla"), rtol=0, atol=1e-9)
+    assert bool(kernel.calls) == ("merge" in arguments)  # the first branch of a union
 
 
 def test_gathering_is_left_to_xla(kernel):

@@ -7,34 +7,42 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ringjax"
 
-# What each module may import of this package. An oracle must not share bugs: it sees the pattern alone.
+# What each module may import of this package. An oracle must not share bugs: it sees the pattern and which weights are
+# dropped, which is part of the definition.
 ALLOWED = {
     "_pattern": set(),
-    "_reference": {"_pattern"},
+    "_dropout": set(),
+    "_reference": {"_dropout", "_pattern"},
     "_schedule": {"_pattern"},
     "_cost": {"_schedule"},
-    "_block": set(),
-    "_rows": {"_block", "_schedule"},
-    "_xla": {"_block", "_rows", "_schedule"},
-    "_fused": {"_block", "_rows", "_schedule"},
+    "_mask": set(),
+    "_block": {"_dropout", "_mask"},
+    "_rows": {"_schedule"},
+    "_meeting": {"_dropout", "_mask", "_rows", "_schedule"},
+    "_xla": {"_block", "_meeting", "_schedule"},
+    "_fused": {"_block", "_meeting", "_schedule"},
     "_cudnn": {"_block", "_fused"},
     "_implementation": {"_cudnn", "_fused", "_schedule", "_xla"},
     "_mesh": set(),
-    "_plan": {"_implementation", "_mesh", "_pattern", "_rows", "_schedule"},
-    "_ring": {"_block", "_cost", "_plan", "_rows", "_schedule"},
-    "_gather": {"_block", "_plan", "_rows"},
+    "_plan": {"_block", "_implementation", "_meeting", "_mesh", "_pattern", "_rows", "_schedule"},
+    "_ring": {"_cost", "_meeting", "_plan", "_rows", "_schedule"},
+    "_gather": {"_meeting", "_plan", "_rows"},
     "_branches": {"_plan", "_rows"},
-    "_rule": {"_block", "_branches", "_gather", "_plan", "_ring", "_rows"},
-    "_attention": {"_implementation", "_mesh", "_pattern", "_plan", "_rule", "_schedule"},
+    "_rule": {"_block", "_branches", "_gather", "_meeting", "_plan", "_ring", "_rows"},
+    "_arguments": {"_dropout"},
+    "_attention": {"_arguments", "_block", "_implementation", "_mesh", "_pattern", "_plan", "_rule", "_schedule"},
+    "_attention_fn": {"_attention", "_pattern"},
+    "_cache": {"_mesh", "_pattern"},
+    "_decode": {"_block", "_cache", "_mesh", "_pattern"},
     "_rotary": set(),
-    "_heads": {"_attention", "_mesh", "_rotary"},
-    "nn": {"_attention", "_heads", "_implementation", "_pattern"},
-    "linen": {"_attention", "_heads", "_implementation", "_pattern"},
-    "__init__": {"_attention", "_pattern", "_reference", "linen", "nn"},
+    "_heads": {"_attention", "_block", "_cache", "_decode", "_mesh", "_pattern", "_rotary"},
+    "nn": {"_attention", "_cache", "_heads", "_implementation", "_pattern"},
+    "linen": {"_attention", "_cache", "_heads", "_implementation", "_pattern"},
+    "__init__": {"_attention", "_attention_fn", "_pattern", "_reference", "linen", "nn"},
 }
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_pattern", "_schedule", "_cost"}
-WITH_AXES = {"_mesh", "_plan", "_heads"}
+WITH_AXES = {"_mesh", "_plan", "_heads", "_cache"}
 
 
 def imports(path: Path) -> set[str]:

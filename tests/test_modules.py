@@ -26,14 +26,15 @@ class Functional:
     """One face for both modules: named parameters, and a function of parameters and inputs."""
 
     def __init__(self, library, **arguments):
+        call = {name: arguments.pop(name) for name in ("document_ids", "query_offset") if name in arguments}
         if library == "nnx":
             module = ringjax.RingDilatedAttention(4, WIDTH, **arguments, rngs=nnx.Rngs(0))
             self.definition, self.params = nnx.split(module)
-            self.apply = lambda params, x: nnx.merge(self.definition, params)(x)
+            self.apply = lambda params, *x: nnx.merge(self.definition, params)(*x, **call)
         else:
-            self.module = ringjax.linen.RingDilatedAttention(4, **arguments)
-            self.params = self.module.init(jax.random.key(0), inputs())
-            self.apply = self.module.apply
+            module = ringjax.linen.RingDilatedAttention(4, **arguments)
+            self.params = module.init(jax.random.key(0), inputs())
+            self.apply = lambda params, *x: module.apply(params, *x, **call)
 
 
 @pytest.mark.parametrize("num_kv_heads", [None, 2])
@@ -163,6 +164,139 @@ def test_dtypes():
     assert module.apply(module.params, inputs()).dtype == jnp.float32
 
 
+def packed(length=LENGTH):
+    """Two documents and some padding."""
+    documents = jnp.where(jnp.arange(length) < length // 3, 0, 1).at[-3:].set(-1).astype(jnp.int32)
+    return jnp.broadcast_to(documents, (2, length))
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_documents_are_computed_apart(library):
+    """Each document by itself gives the same, where segments do not cut it and positions do not count."""
+    arguments = {"segment_lengths": (LENGTH,), "dilation_rates": (1,), "is_causal": True}
+    together = Functional(library, document_ids=packed(), **arguments)
+    apart = Functional(library, **arguments)
+    out = together.apply(together.params, inputs())
+    first = LENGTH // 3
+    for tokens in (slice(0, first), slice(first, LENGTH - 3)):
+        np.testing.assert_allclose(out[:, tokens], apart.apply(together.params, inputs()[:, tokens]), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_cross_attention(library):
+    """With one dense branch, what Flax computes of other inputs; queries further on with the rest of the sequence."""
+    other = inputs(length=11)
+    arguments = {"segment_lengths": (64,), "dilation_rates": (1,)}
+    module = Functional(library, **arguments)
+    if library == "nnx":
+        theirs = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+        nnx.update(theirs, module.params)
+        expected = theirs(inputs(), other)
+    else:
+        expected = linen.MultiHeadDotProductAttention(4).apply(module.params, inputs(), other)
+    np.testing.assert_allclose(module.apply(module.params, inputs(), other), expected, rtol=0, atol=2e-6)
+    causal = Functional(library, **PATTERN, rope_theta=100.0)
+    last = Functional(library, **PATTERN, rope_theta=100.0, query_offset=LENGTH - 5)
+    actual = last.apply(causal.params, inputs()[:, -5:], inputs())
+    np.testing.assert_allclose(actual, causal.apply(causal.params, inputs())[:, -5:], rtol=0, atol=2e-6)
+
+
+def test_dropout_of_nnx():
+    module = ringjax.RingDilatedAttention(4, WIDTH, **PATTERN, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=1))
+    with pytest.raises(ValueError, match="dropout_rate=0.5, but deterministic=None: say to the module or to the call"):
+        module(inputs())
+    plain = module(inputs(), deterministic=True)
+    one, other = (module(inputs(), deterministic=False) for _ in range(2))
+    assert not np.allclose(one, other)
+    assert not np.allclose(one, plain)
+    again = [module(inputs(), deterministic=False, rngs=nnx.Rngs(dropout=3)) for _ in range(2)]
+    np.testing.assert_array_equal(*again)
+    mesh = make_mesh(seq=4)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(inputs(), NamedSharding(mesh, P(None, "seq")))
+        on_mesh = module(sharded, deterministic=False, rngs=nnx.Rngs(dropout=3))
+    np.testing.assert_allclose(on_mesh, again[0], rtol=0, atol=2e-6)
+    module.set_attributes(deterministic=True)
+    np.testing.assert_array_equal(module(inputs()), plain)
+
+
+def test_dropout_of_linen():
+    module = ringjax.linen.RingDilatedAttention(4, **PATTERN, dropout_rate=0.5)
+    params = module.init(jax.random.key(0), inputs(), deterministic=True)
+    one, again, other = (
+        module.apply(params, inputs(), deterministic=False, rngs={"dropout": jax.random.key(seed)})
+        for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert not np.allclose(one, other)
+
+
+# Flax's own modules, with this attention in their slot.
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_the_slot_of_nnx(num_kv_heads):
+    options = {**PATTERN, "offsets": "blocked", "merge": "union"}
+    ours = ringjax.RingDilatedAttention(4, WIDTH, **options, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0))
+    attend = ringjax.attention_fn(**options)
+    theirs = nnx.MultiHeadAttention(
+        4, WIDTH, attention_fn=attend, num_kv_heads=num_kv_heads, decode=False, rngs=nnx.Rngs(0)
+    )
+    nnx.update(theirs, nnx.state(ours, nnx.Param))
+    np.testing.assert_array_equal(theirs(inputs()), ours(inputs()))
+
+
+def test_the_slot_of_linen():
+    module = linen.MultiHeadDotProductAttention(4, attention_fn=ringjax.attention_fn(**PATTERN))
+    ours = ringjax.linen.RingDilatedAttention(4, **PATTERN)
+    params = ours.init(jax.random.key(0), inputs())
+    np.testing.assert_array_equal(module.apply(params, inputs()), ours.apply(params, inputs()))
+
+
+@pytest.mark.parametrize("broadcast_dropout", [True, False])
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_dropout_in_the_slots(library, broadcast_dropout):
+    attend = ringjax.attention_fn(segment_lengths=(LENGTH,), dilation_rates=(1,))
+    shared = {"attention_fn": attend, "dropout_rate": 0.5, "broadcast_dropout": broadcast_dropout}
+    same = jnp.broadcast_to(inputs()[:1], inputs().shape)  # two batches of the same numbers
+    if library == "nnx":
+        module = nnx.MultiHeadAttention(4, WIDTH, **shared, decode=False, rngs=nnx.Rngs(0))
+        out = module(same, deterministic=False)
+        plain = module(same, deterministic=True)
+    else:
+        module = linen.MultiHeadDotProductAttention(4, **shared)
+        params = module.init(jax.random.key(0), same, deterministic=True)
+        out = module.apply(params, same, deterministic=False, rngs={"dropout": jax.random.key(1)})
+        plain = module.apply(params, same, deterministic=True)
+    assert not np.allclose(out, plain)
+    assert np.array_equal(out[0], out[1]) == broadcast_dropout
+
+
+def test_the_slots_refuse_what_they_cannot_honour(unchecked):
+    attend = ringjax.attention_fn(**PATTERN)
+    module = nnx.MultiHeadAttention(4, WIDTH, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
+    mask = jnp.ones((2, 1, LENGTH, LENGTH), bool)
+    with pytest.raises(
+        ValueError, match="mask is given to ringjax's attention_fn, which cannot honour it: say is_causal"
+    ):
+        module(inputs(), mask=mask)
+    with pytest.raises(ValueError, match="module is given .* leave sow_weights out"):
+        module(inputs(), sow_weights=True)
+    flax_linen = linen.MultiHeadDotProductAttention(4, attention_fn=attend)
+    params = flax_linen.init(jax.random.key(0), inputs())
+    with pytest.raises(ValueError, match="mask is given"):
+        flax_linen.apply(params, inputs(), mask=mask)
+    with pytest.raises(ValueError, match="module is given"):
+        flax_linen.apply(params, inputs(), sow_weights=True)
+    heads = jnp.ones((1, 4, 2, 3))
+    with pytest.raises(ValueError, match="bias is given"):
+        attend(heads, heads, heads, bias=jnp.zeros((1, 2, 4, 4)))
+    with pytest.raises(TypeError, match="attention_fn has no option 'rates': it takes axis_name"):
+        ringjax.attention_fn(**PATTERN, rates=(1,))
+    with pytest.raises(ValueError, match="merge='sum' is unknown: use one of 'lse', 'union'"):
+        ringjax.attention_fn(**PATTERN, merge="sum")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -171,6 +305,8 @@ def test_dtypes():
         ({"num_kv_heads": 0}, "num_kv_heads=0 must divide num_heads=4"),
         ({"qkv_features": 20, "rope_theta": 100.0}, "a head has the odd width 5"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0 must be positive"),
+        ({"dropout_rate": 1.0}, "dropout_rate=1.0 must be in [0, 1)"),
+        ({"heads": "grouped", "num_kv_heads": 1}, "heads='grouped' deals 1 key/value heads out over 2 branches"),
         ({"dilation_rates": (1, 32)}, "rate 32 above its segment length 16"),
     ],
 )

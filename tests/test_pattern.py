@@ -32,11 +32,13 @@ def test_multiplicity_counts_the_branches_that_hold_a_pair(offsets, is_causal):
         ("blocked", 4, 4, [0, 1, 2, 3]),
         ("blocked", 4, 8, [0, 1, 2, 3]),
         ("blocked", 8, 2, [0, 0, 0, 0, 1, 1, 1, 1]),
+        ("branch", 3, 4, [1, 1, 1]),
+        ("branch", 2, 8, [5, 5]),
     ],
 )
 def test_offsets(offsets, heads, rate, expected):
     pattern = DilatedPattern((8,), (rate,), offsets)
-    assert pattern.offset(np.arange(heads), rate, heads).tolist() == expected
+    assert pattern.offset(np.arange(heads), rate, heads, branch=5).tolist() == expected
 
 
 def test_patterns_are_values(unchecked):

@@ -18,7 +18,7 @@ def geometries(draw):
     count = draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))
     rates = [draw(st.integers(1, length)) for length in lengths]
-    pattern = tuple(lengths), tuple(rates), draw(st.sampled_from(["interleaved", "blocked"]))
+    pattern = tuple(lengths), tuple(rates), draw(st.sampled_from(["interleaved", "blocked", "branch"]))
     return pattern, draw(st.integers(1, 50)), draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.booleans())
 
 
@@ -61,7 +61,7 @@ def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry):
     for head in range(num_heads):
         count = np.zeros((length, length), int)
         for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-            offset = pattern.offset(head, branch.dilation_rate, num_heads)
+            offset = pattern.offset(head, branch.dilation_rate, num_heads, branch.number)
             computed = computed_pairs(branch, offset, length)
             shards_and_steps = itertools.product(range(num_shards), range(branch.ring_size))
             assert sum(work(branch, *each, offset) for each in shards_and_steps) == computed.sum()

@@ -1,0 +1,117 @@
+"""The checks of a call's arguments, before anything is traced further."""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, UInt
+
+from ringjax import _dropout
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check_arrays(query: Any, key: Any, value: Any) -> None:
+    """Checks the dtypes and shapes of an attention's arguments.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype") or jnp.dtype(array.dtype).name not in _DTYPES:
+            kind = getattr(array, "dtype", type(array).__name__)
+            raise TypeError(f"{name} is of {kind}: pass an array of one of {', '.join(_DTYPES)}")
+        if array.ndim < 3:
+            raise ValueError(f"{name} has the shape {array.shape}: pass at least [length, heads, width]")
+        if 0 in array.shape[-3:]:
+            raise ValueError(f"{name} has the shape {array.shape}: length, heads and width must be at least 1")
+    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+    for name in ("key", "value"):
+        if arrays[name].shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name} and query differ in batch: {shapes}; make these dimensions equal")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key and value differ in length: {shapes}; make these dimensions equal")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value differ in their heads: {shapes}; give both the same number")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key and query differ in their width: {shapes}; make their last dimensions equal")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"query has {query.shape[-2]} heads and key has {key.shape[-2]}: "
+            "the number of key/value heads must divide the number of query heads"
+        )
+
+
+def check_numbers(scale: Any, logits_soft_cap: Any, dropout_rate: Any, query_offset: Any, block_size: Any) -> None:
+    """Checks the numbers of a call.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    reals = {"scale": scale, "logits_soft_cap": logits_soft_cap, "dropout_rate": dropout_rate}
+    for name, number in reals.items():
+        if number is not None and not isinstance(number, numbers.Real):
+            raise TypeError(f"{name}={number!r} must be a number, known when the call is traced")
+    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be positive, such as 50.0: leave it out for none")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate={dropout_rate!r} must be in [0, 1): it is the share of weights to drop")
+    if not isinstance(query_offset, numbers.Integral):
+        raise TypeError(f"query_offset={query_offset!r} must be an integer, known when the call is traced")
+    if not 0 <= int(query_offset) < 2**30:
+        raise ValueError(f"query_offset={query_offset} must be in [0, 2**30): the first key is at 0, the queries after")
+    if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
+        raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
+
+
+def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, "*B T"] | None, Any]:
+    """Returns the documents of queries and of keys.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if document_ids is None:
+        return None, None
+    if isinstance(document_ids, tuple | list):
+        if len(document_ids) != 2:
+            count = len(document_ids)
+            raise ValueError(f"document_ids has {count} entries: give one array, or two, of queries and of keys")
+        named = {"document_ids[0]": (document_ids[0], query), "document_ids[1]": (document_ids[1], key)}
+    else:
+        if query.shape[-3] != key.shape[-3]:
+            raise ValueError(
+                f"document_ids is one array for {query.shape[-3]} queries and {key.shape[-3]} keys: "
+                "give a pair, one array of queries and one of keys"
+            )
+        named = {"document_ids": (document_ids, query)}
+    for name, (ids, tokens) in named.items():
+        dtype = getattr(ids, "dtype", type(ids).__name__)
+        if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.signedinteger):
+            raise TypeError(f"{name} is of {dtype}: pass an array of signed integers, such as int32")
+        if ids.shape != tokens.shape[:-2]:
+            raise ValueError(
+                f"{name} has the shape {ids.shape}: it numbers the document of each token, "
+                f"so make that {tokens.shape[:-2]}"
+            )
+    of_queries, *of_keys = (jnp.asarray(ids) for ids, _ in named.values())
+    return of_queries, of_keys[0] if of_keys else of_queries
+
+
+def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None:
+    """Returns the words of the seed, None where nothing is dropped.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if not dropout_rate:
+        return None
+    if dropout_seed is None:
+        raise ValueError(f"dropout_rate={dropout_rate} needs a dropout_seed: an integer, or a key of jax.random")
+    is_array = isinstance(dropout_seed, jax.Array | np.ndarray)
+    if isinstance(dropout_seed, bool) or not (is_array or isinstance(dropout_seed, numbers.Integral)):
+        raise TypeError(f"dropout_seed={dropout_seed!r} must be an integer, or a key of jax.random")
+    return _dropout.make_seed(dropout_seed)

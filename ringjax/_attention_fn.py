@@ -1,0 +1,99 @@
+"""The attention function for the slots of Flax's own modules, which refuses what it cannot honour."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Array
+
+from ringjax._attention import ring_dilated_attention
+from ringjax._pattern import DilatedPattern
+
+# What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
+_OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
+_OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
+
+
+def attention_fn(
+    *, segment_lengths: Sequence[int], dilation_rates: Sequence[int], is_causal: bool = False, **options: Any
+) -> Callable[..., Array]:
+    """Returns a function that `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as `attention_fn`.
+
+    Args:
+      segment_lengths: the segment length of each branch, in tokens.
+      dilation_rates: the dilation rate of each branch.
+      is_causal: whether a query sees only keys whose position is not after its own; also where a call says so.
+      **options: other arguments of :func:`ring_dilated_attention`. Dropout is what Flax's module says, and under its
+        ``broadcast_dropout=True``, the default, all batches and heads drop the same weights.
+
+    Returns:
+      A function of query [..., T, N, H], key [..., S, K, H] and value [..., S, K, V] that returns [..., T, N, V]. A
+      mask, a bias, and whatever else it cannot honour is a ValueError when it is called, never ignored.
+
+    Raises:
+      TypeError: for an option that there is not.
+      ValueError: for a wrong pattern, see :class:`DilatedPattern`.
+
+    Example:
+      >>> from flax import nnx
+      >>> attend = attention_fn(segment_lengths=(4, 16), dilation_rates=(1, 4), is_causal=True)
+      >>> attention = nnx.MultiHeadAttention(4, 32, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))
+      >>> attention(jnp.ones((2, 16, 32))).shape
+      (2, 16, 32)
+    """
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise TypeError(f"attention_fn has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
+    pattern = DilatedPattern(
+        tuple(segment_lengths),
+        tuple(dilation_rates),
+        **{name: options[name] for name in ("offsets", "merge", "heads") if name in options},
+    )
+    is_always_causal = is_causal
+
+    # Flax's linen module passes those keywords alone that the signature names, and none of them may get lost.
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Array:
+        del force_fp32_for_softmax  # it is never less
+        refused = {
+            "bias": (bias, "it would have to travel with every pair"),
+            "mask": (mask, "say is_causal, document_ids or query_offset to ringjax.attention_fn instead"),
+            "precision": (precision, "enter jax.default_matmul_precision instead"),
+            "module": (module, "no array of weights exists that it could sow: leave sow_weights out"),
+            "qk_attn_weights_einsum": (qk_attn_weights_einsum, "the products are in the ring"),
+            "attn_weights_value_einsum": (attn_weights_value_einsum, "the products are in the ring"),
+        }
+        for name, (argument, remedy) in refused.items():
+            if argument is not None:
+                raise ValueError(f"{name} is given to ringjax's attention_fn, which cannot honour it: {remedy}")
+        arrays = [array if dtype is None else array.astype(dtype) for array in (query, key, value)]
+        is_dropping = dropout_rate > 0 and not deterministic
+        out: Any = ring_dilated_attention(
+            *arrays,
+            segment_lengths=pattern.segment_lengths,
+            dilation_rates=pattern.dilation_rates,
+            is_causal=is_always_causal or is_causal,
+            dropout_rate=dropout_rate if is_dropping else 0.0,
+            dropout_seed=dropout_rng if is_dropping else None,
+            broadcast_dropout=broadcast_dropout,
+            **options,
+        )
+        return out
+
+    return attend

@@ -1,0 +1,52 @@
+"""The cache of decoding: the kept rows of the segments that the last token is in, however long the context is."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Float, Int
+
+from ringjax._mesh import find_axis, sharded_zeros
+from ringjax._pattern import DilatedPattern
+
+# A query of a causal dilated pattern never looks back beyond the segments that it is in. So a branch (w, r) caches, for
+# each head, the rows that it keeps of the segment that the last token is in: at most ceil(w / r), and token number
+# `offset + i * r` of the segment is always in row i. Rows of a former segment are told by their number: they would be
+# tokens that are still to come. Where the mesh has a sequence axis, the rows of each cache are sharded along it.
+
+
+class Cache(NamedTuple):
+    """The cached rows of each branch, the number of tokens so far, and the most that there may be."""
+
+    keys: tuple[Float[Array, "*B R K H"], ...]
+    values: tuple[Float[Array, "*B R K V"], ...]
+    length: Int[Array, ""]
+    max_length: Int[Array, ""]
+
+
+def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> list[int]:
+    """Returns the number of rows that each branch caches: what a head keeps of a segment, in equal shards."""
+    rows = [-(-min(length, max_length) // rate) for length, rate in pattern.branches]
+    return [-(-count // num_shards) * num_shards for count in rows]
+
+
+def make_cache(
+    pattern: DilatedPattern,
+    batch: tuple[int, ...],
+    max_length: int,
+    num_kv_heads: int,
+    widths: tuple[int, int],
+    dtype: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: str = "seq",
+) -> Cache:
+    """Returns the cache of no tokens, on a mesh if there is one."""
+    mesh, num_shards = find_axis(mesh, axis_name)
+
+    def zeros(width: int) -> tuple[Array, ...]:
+        heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
+        rows = num_rows(pattern, max_length, num_shards)
+        shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
+        return tuple(sharded_zeros(shape, dtype, mesh, axis_name) for shape in shapes)
+
+    return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0), jnp.int32(max_length))

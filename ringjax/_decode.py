@@ -1,0 +1,265 @@
+"""Decoding: the attention of the tokens that follow those in a cache, and the cache after them.
+
+B batch, c tokens of a call, K key/value heads, G query heads of each, R rows of a branch's cache, H and V the widths.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax._block import Weighting, accumulation_dtype, merge
+from ringjax._cache import Cache
+from ringjax._mesh import Placement
+from ringjax._pattern import DilatedPattern
+
+
+class _Branch(NamedTuple):
+    """A branch on one shard: its heads, their offsets here and in earlier branches, and the rows of its cache here."""
+
+    segment_length: int
+    rate: int
+    heads: slice
+    offset: Int[Array, "K 1"]
+    earlier: list[tuple[int, int, Int[Array, "K 1"]]]
+    row: Int[Array, "R"]
+
+    def rows_at(self, last: Any) -> tuple[Int[Array, "K R"], Bool[Array, "K R"]]:
+        """Returns the token of each row in the segment of token `last`, and whether the segment has it so far."""
+        in_segment = self.offset + self.row * self.rate
+        token = last // self.segment_length * self.segment_length + in_segment
+        return token, (in_segment < self.segment_length) & (token <= last) & (last >= 0)
+
+    def attends(
+        self, query: Int[Array, "c"], key: Int[Array, "K R"], is_key: Bool[Array, "K R"]
+    ) -> Bool[Array, "K c R"]:
+        """Returns which queries attend to which keys, given the tokens of both."""
+        query, key = query[:, None], key[:, None]  # [c, 1], [K, 1, R]
+        attends = _share(self.segment_length, self.rate, self.offset[..., None], query, key) & (key <= query)
+        for earlier in self.earlier:
+            length, rate, offset = earlier
+            attends &= ~_share(length, rate, offset[..., None], query, key)
+        return attends & is_key[:, None]
+
+
+def _share(length: int, rate: int, offset: Array, query: Array, key: Array) -> Bool[Array, "K c R"]:
+    """Whether heads of these offsets keep both tokens, in the same segment."""
+    is_kept = [token % length % rate == offset for token in (query, key)]
+    return is_kept[0] & is_kept[1] & (query // length == key // length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """All that is static in decoding; heads that their mesh axes do not cut alike are computed by all devices."""
+
+    pattern: DilatedPattern
+    num_kv_heads: int
+    weighting: Weighting
+    placement: Placement
+
+    @property
+    def _placement(self) -> Placement:
+        is_cut = self.pattern.heads == "all" and self.placement.heads == self.placement.kv_heads
+        return self.placement if is_cut else self.placement._replace(heads=(), kv_heads=())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def prefill(self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], cache: Cache) -> Cache:
+        """Returns the cache after the first T tokens, which lie on the mesh as the placement says."""
+        length = key.shape[-3]
+        placement = self._placement
+
+        def fill(key: Array, value: Array, *caches: Array) -> tuple[Array, ...]:
+            keys, values = _halves(caches)
+            filled = []
+            for tokens, rows_of_branches in ((key, keys), (value, values)):
+                branches = self._branches([rows.shape[-3] for rows in rows_of_branches])
+                for branch, rows in zip(branches, rows_of_branches, strict=True):
+                    filled.append(self._fill(branch, tokens, rows, length))
+            return tuple(filled)
+
+        caches = *cache.keys, *cache.values
+        kinds = "k" * len(caches)
+        mapped = placement.map(fill, inputs="kk" + kinds, outputs=kinds)
+        filled = mapped(*(placement.lay_out(array, "k") for array in (key, value, *caches)))
+        return Cache(*_halves(filled), jnp.int32(length), cache.max_length)
+
+    def _fill(self, branch: _Branch, tokens: Array, rows: Array, length: int) -> Array:
+        axis_name, num_shards = self.placement.axis_name, self.placement.num_shards
+        shard = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+        tokens = tokens[..., branch.heads, :]
+        dtype = rows.dtype
+
+        def take(row: Array) -> Array:
+            token, is_row = branch._replace(row=row).rows_at(length - 1)
+            local = token - shard * tokens.shape[-3]
+            is_here = is_row & (local >= 0) & (local < tokens.shape[-3])
+            return _take(tokens, jnp.where(is_here, local, 0), is_here).astype(dtype)
+
+        if axis_name is None:
+            return take(branch.row)
+        # Each shard in turn is sent its rows, so that no more than those of one are on any device.
+        first = jnp.arange(branch.row.size, dtype=jnp.int32)
+
+        def send(receiver: Any, own: Array) -> Array:
+            sent = jax.lax.psum(take(receiver * first.size + first), axis_name)
+            return jnp.where(receiver == shard, sent, own)
+
+        return jax.lax.fori_loop(0, num_shards, send, rows)
+
+    def step(
+        self,
+        query: Float[Array, "*B c N H"],
+        key: Float[Array, "*B c K H"],
+        value: Float[Array, "*B c K V"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "*B c N V"], Cache]:
+        """Returns the attention of the next c tokens, and the cache after them: NaN beyond its length.
+
+        Raises:
+          ValueError: if it is known that there are more tokens than the cache is for.
+        """
+        count = query.shape[-3]
+        if not isinstance(cache.length, Tracer) and int(cache.length) + count > int(cache.max_length):
+            raise ValueError(
+                f"the cache holds {int(cache.length)} tokens of at most {int(cache.max_length)}, and {count} come: "
+                "call init_cache with a larger length"
+            )
+        return self._step(query, key, value, cache)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _step(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+        placement = self._placement
+
+        def attend(query: Array, key: Array, value: Array, length: Array, *caches: Array) -> tuple[Array, ...]:
+            return self._attend(query, key, value, length, *_halves(caches))
+
+        caches = *cache.keys, *cache.values
+        kinds = "k" * len(caches)
+        laid_out = [placement.lay_out(array, "k") for array in caches]
+        arrays = [placement.reshard(array, kind) for array, kind in zip((query, key, value), "QKK", strict=True)]
+        mapped = placement.map(attend, inputs="QKKr" + kinds, outputs="Q" + kinds)
+        results = mapped(*arrays, cache.length, *laid_out)
+        length = cache.length + query.shape[-3]
+        out = jnp.where(length <= cache.max_length, results[0], jnp.nan)
+        return out, Cache(*_halves(results[1:]), length, cache.max_length)
+
+    def _branches(self, sizes: Any) -> Iterator[_Branch]:
+        """The branches on this shard, given the number of rows of the cache of each."""
+        placement = self._placement
+        shards = jax.lax.axis_size(placement.heads)
+        first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
+        shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
+        before = []
+        for number, (length, rate) in enumerate(self.pattern.branches):
+            numbers = self.pattern.heads_of(number, self.num_kv_heads)
+            heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
+            head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)
+            offsets = [
+                (w, r, self.pattern.offset(head, r, self.num_kv_heads, i)[:, None])
+                for i, w, r in [(number, length, rate), *before]
+            ]
+            row = shard * sizes[number] + jnp.arange(sizes[number], dtype=jnp.int32)
+            yield _Branch(length, rate, heads, offsets[0][2], offsets[1:], row)
+            if self.pattern.merge == "union" and self.pattern.heads == "all":
+                before.append((number, length, rate))
+
+    def _attend(
+        self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any
+    ) -> tuple[Array, ...]:
+        count, num_heads = key.shape[-3:-1]
+        grouped = query.reshape(*query.shape[:-2], num_heads, -1, query.shape[-1])  # [*B, c, K, G, H]
+        token = length + jnp.arange(count, dtype=jnp.int32)
+        branches = self._branches([array.shape[-3] for array in keys])
+        cached, new, new_keys, new_values = [], [], [], []
+        for branch, cached_key, cached_value in zip(branches, keys, values, strict=True):
+            own_key, own_value = key[..., branch.heads, :], value[..., branch.heads, :]
+            own_token = jnp.broadcast_to(token, (branch.offset.shape[0], count))
+            attend = functools.partial(self._attend_branch, branch, grouped, token)
+            cached.append(attend(cached_key, cached_value, *branch.rows_at(length - 1)))
+            new.append(attend(own_key, own_value, own_token, jnp.ones_like(own_token, bool)))
+            new_keys.append(_write(branch, cached_key, own_key, length))
+            new_values.append(_write(branch, cached_value, own_value, length))
+        parts = [self._over_shards(*_merge(cached)), *new]
+        out = _merge(parts)[0].astype(query.dtype).reshape(*query.shape[:-1], value.shape[-1])
+        return out, *new_keys, *new_values
+
+    def _attend_branch(
+        self, branch: _Branch, query: Array, token: Array, key: Array, value: Array, key_token: Array, is_key: Array
+    ) -> tuple[Array, Array]:
+        attends = branch.attends(token, key_token, is_key)
+        results = _attend_rows(query[..., branch.heads, :, :], key, value, attends, self.weighting)
+        return _of_all_heads(*results, branch.heads, query.shape[-3])
+
+    def _over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        """Merges what the shards have of the keys."""
+        axis_name = self.placement.axis_name
+        if axis_name is None:
+            return out, lse
+        maximum = jax.lax.pmax(lse, axis_name)
+        shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+        weight = jnp.exp(lse - shift)
+        denominator = jax.lax.psum(weight, axis_name)
+        divisor = jnp.where(denominator == 0, 1, denominator)
+        return jax.lax.psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
+
+
+def _attend_rows(
+    query: Float[Array, "*B c K G H"],
+    key: Float[Array, "*B R K H"],
+    value: Float[Array, "*B R K V"],
+    attends: Bool[Array, "K c R"],
+    weighting: Weighting,
+) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
+    dtype = accumulation_dtype(query, key, value)
+    scores = jnp.einsum("...ckgh,...rkh->...ckgr", query, key, preferred_element_type=dtype)
+    if weighting.logits_soft_cap is not None:
+        scores = jnp.tanh(scores * (weighting.scale / weighting.logits_soft_cap))
+    mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
+    logits = jnp.where(mask, scores * weighting.unit, -jnp.inf)
+    maximum = logits.max(axis=-1, initial=-jnp.inf)
+    weights = jnp.exp(logits - jnp.where(maximum == -jnp.inf, 0, maximum)[..., None])
+    total = weights.sum(axis=-1)
+    divisor = jnp.where(total == 0, 1, total)
+    out = jnp.einsum("...ckgr,...rkv->...ckgv", weights.astype(value.dtype), value, preferred_element_type=dtype)
+    return out / divisor[..., None], maximum + jnp.log(divisor)
+
+
+def _of_all_heads(
+    out: Float[Array, "*B c k G V"], lse: Float[Array, "*B c k G"], heads: slice, num_heads: int
+) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
+    """Returns the results of some heads among those of all: the others have attended to nothing."""
+    if lse.shape[-2] == num_heads:
+        return out, lse
+    shape = (*lse.shape[:-2], num_heads, lse.shape[-1])
+    all_out = jnp.zeros_like(out, shape=(*shape, out.shape[-1])).at[..., heads, :, :].set(out)
+    return all_out, jnp.full_like(lse, -jnp.inf, shape=shape).at[..., heads, :].set(lse)
+
+
+def _write(branch: _Branch, rows: Float[Array, "*B R K D"], tokens: Float[Array, "*B c K D"], index: Array) -> Array:
+    """Returns the rows of the cache after tokens number `index` and following."""
+    count = tokens.shape[-3]
+    token, is_row = branch.rows_at(index + count - 1)
+    source = token - index
+    is_new = is_row & (source >= 0)
+    new = _take(tokens, jnp.where(is_new, source, 0), is_new)
+    return jnp.where(is_new.T[..., None], new.astype(rows.dtype), rows)
+
+
+def _take(tokens: Float[Array, "*B n K D"], index: Int[Array, "K R"], is_row: Bool[Array, "K R"]) -> Array:
+    index = index.T.reshape((1,) * (tokens.ndim - 3) + (*index.T.shape, 1))
+    taken = jnp.take_along_axis(tokens, index, axis=-3, mode="promise_in_bounds")  # [*B, R, K, D]
+    return jnp.where(is_row.T[..., None], taken, 0)
+
+
+def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return merge([out for out, _ in parts], [lse for _, lse in parts])
+
+
+def _halves(arrays: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    arrays = tuple(arrays)
+    return arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]

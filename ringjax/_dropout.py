@@ -1,0 +1,53 @@
+"""Dropout by counters: which weights are dropped is a function of the pair, wherever and whenever it is computed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Integer, UInt
+
+# The rows of weights are streams of SplitMix (Steele, Lea, Flood, OOPSLA 2014): the weight of the key at position s is
+# number s of a sequence with its row's own start and its own odd step, mixed by MurmurHash3's finalizer. Start and step
+# mix the seed, the batch, the head and the position of the query. Each weight costs some integer operations.
+_GOLDEN = 0x9E3779B9
+
+
+def make_seed(seed: Any) -> UInt[Array, "2"]:
+    """Returns two words of a seed: of an integer, of an array of one, or of a key of `jax.random`."""
+    if isinstance(seed, int | np.integer):
+        return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
+    is_integer = jnp.issubdtype(seed.dtype, jnp.integer)
+    if is_integer and not seed.ndim:
+        return jnp.stack([seed.astype(jnp.uint32), jnp.zeros_like(seed, jnp.uint32)])
+    return jax.random.bits(seed, (2,), jnp.uint32)
+
+
+def make_stream(
+    seed: UInt[Array, "2"], batch: Integer[Array, "*#X"], head: Integer[Array, "*#X"], position: Integer[Array, "*#X"]
+) -> tuple[UInt[Array, "*X"], UInt[Array, "*X"]]:
+    """Returns the start and the step of the streams of queries, given by numbers that broadcast."""
+    states = []
+    for salt in (0, 1):
+        state: Any = jnp.uint32(salt)
+        for word in (seed[0], seed[1], batch, head, position):
+            state = _mix((state + _u32(_GOLDEN)) ^ word.astype(jnp.uint32))
+        states.append(state)
+    return states[0], states[1] | _u32(1)
+
+
+def is_kept(
+    start: UInt[Array, "*#X"], step: UInt[Array, "*#X"], position: Integer[Array, "*#X"], rate: float
+) -> Bool[Array, "*X"]:
+    """Returns whether the weights of keys are kept, each with probability ``1 - rate``."""
+    return _mix(start + step * position.astype(jnp.uint32)) >= _u32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def _mix(state: Array) -> Array:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ (state >> _u32(shift))) * _u32(factor)
+    return state ^ (state >> _u32(16))
+
+
+def _u32(number: int) -> Array:
+    return jnp.uint32(number)

@@ -1,0 +1,194 @@
+"""Decoding: the numbers of the full forward, token by token, from caches as small as segments."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import make_mesh
+
+import ringjax
+
+BATCH, LENGTH, WIDTH, PROMPT = 2, 32, 24, 16
+PATTERNS = {
+    "longnet": {"segment_lengths": (8, 32), "dilation_rates": (1, 2)},
+    "straddling union": {
+        "segment_lengths": (7, 20),
+        "dilation_rates": (2, 3),
+        "merge": "union",
+        "logits_soft_cap": 2.0,
+    },
+    "grouped": {"segment_lengths": (5, 64), "dilation_rates": (1, 3), "heads": "grouped", "offsets": "branch"},
+}
+MESHES = {"none": None, "auto": AxisType.Auto, "explicit": AxisType.Explicit}
+CALLS = 1, 1, 6, 6, 1  # the tokens of each call: some cross the boundary of a segment
+
+
+def inputs(length=LENGTH):
+    return jax.random.normal(jax.random.key(0), (BATCH, length, WIDTH), jnp.float32)
+
+
+def make(**arguments):
+    shared = {"num_kv_heads": 2, "is_causal": True, "rope_theta": 100.0, "rngs": nnx.Rngs(0)}
+    return ringjax.RingDilatedAttention(4, WIDTH, **{**PATTERNS["longnet"], **shared, **arguments})
+
+
+def enter(kind, **sizes):
+    """Enters a mesh, and returns how inputs are sharded along its sequence."""
+    stack = contextlib.ExitStack()
+    if kind is None:
+        return stack, lambda array: array
+    mesh = make_mesh(kind, **(sizes or {"seq": 4}))
+    stack.enter_context(jax.set_mesh(mesh))
+    data = "data" if "data" in sizes else None
+    return stack, lambda array: jax.device_put(array, NamedSharding(mesh, P(data, "seq")))
+
+
+def continued(step, length=PROMPT):
+    """The outputs of calls for the tokens that follow the prompt."""
+    outs = []
+    for count in CALLS:
+        outs.append(jax.device_get(step(inputs()[:, length : length + count])))
+        length += count
+    return np.concatenate(outs, axis=1)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_prefill_and_decoding_give_the_full_forward(pattern, mesh):
+    module = make(**PATTERNS[pattern])
+    expected = module(inputs())
+    stack, shard = enter(MESHES[mesh])
+    with stack:
+        module.decode = True
+        module.init_cache((BATCH, LENGTH, WIDTH))
+        out = module(shard(inputs()[:, :PROMPT]), prefill=True)
+        np.testing.assert_allclose(out, expected[:, :PROMPT], rtol=0, atol=1e-5)
+        jitted = nnx.jit(lambda module, x: module(x))
+        actual = continued(lambda x: jitted(module, x))
+    np.testing.assert_allclose(actual, expected[:, PROMPT : PROMPT + sum(CALLS)], rtol=0, atol=1e-5)
+    assert int(module.cache_index.get_value()) == PROMPT + sum(CALLS)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_decoding_beside_data_and_tensor_axes(kind):
+    """Four key/value heads over two devices at a rate of four: offsets that followed local numbers would be wrong."""
+    module = make(dilation_rates=(1, 4), num_kv_heads=4)
+    expected = module(inputs())
+    stack, shard = enter(kind, data=2, seq=2, tensor=2)
+    with stack:
+        mesh = jax.sharding.get_mesh()
+
+        def place(path, array):
+            heads = ("tensor", None, None) if "out" in jax.tree_util.keystr(path) else (None, "tensor", None)
+            return jax.device_put(array, NamedSharding(mesh, P(*heads) if array.ndim == 3 else P()))
+
+        nnx.update(module, jax.tree_util.tree_map_with_path(place, nnx.state(module, nnx.Param)))
+        module.init_cache((BATCH, LENGTH, WIDTH))
+        out = module(shard(inputs()[:, :PROMPT]), decode=True, prefill=True)
+        np.testing.assert_allclose(out, expected[:, :PROMPT], rtol=0, atol=1e-5)
+        jitted = nnx.jit(lambda module, x: module(x, decode=True))
+        actual = continued(lambda x: jitted(module, jax.device_put(x, NamedSharding(mesh, P("data")))))
+    np.testing.assert_allclose(actual, expected[:, PROMPT : PROMPT + sum(CALLS)], rtol=0, atol=1e-5)
+
+
+def test_linen_decodes_by_its_own_protocol():
+    arguments = {**PATTERNS["longnet"], "is_causal": True, "num_kv_heads": 2, "rope_theta": 100.0}
+    module = ringjax.linen.RingDilatedAttention(4, **arguments, decode=True)
+    variables = module.init(jax.random.key(0), inputs())
+    full = ringjax.linen.RingDilatedAttention(4, **arguments)
+    params = {"params": variables["params"]}
+    expected = full.apply(params, inputs())
+    assert jax.tree.map(jnp.shape, full.init(jax.random.key(0), inputs())) == jax.tree.map(jnp.shape, params)
+    cache = variables["cache"]
+    out, changed = module.apply({**params, "cache": cache}, inputs()[:, :PROMPT], prefill=True, mutable=["cache"])
+    np.testing.assert_allclose(out, expected[:, :PROMPT], rtol=0, atol=1e-5)
+    jitted = jax.jit(lambda cache, x: module.apply({**params, "cache": cache}, x, mutable=["cache"]))
+
+    def step(x):
+        nonlocal changed
+        out, changed = jitted(changed["cache"], x)
+        return out
+
+    np.testing.assert_allclose(continued(step), expected[:, PROMPT : PROMPT + sum(CALLS)], rtol=0, atol=1e-5)
+    # Without a prompt: the first tokens too come one by one.
+    changed = {"cache": cache}
+    outs = [step(inputs()[:, token : token + 1]) for token in range(PROMPT)]
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[:, :PROMPT], rtol=0, atol=1e-5)
+
+
+def test_caches_hold_the_kept_rows_of_a_segment():
+    module = make(segment_lengths=(7, 20, 1000), dilation_rates=(2, 3, 5), decode=True)
+    module.init_cache((BATCH, 100, WIDTH), jnp.bfloat16)
+    shapes = [array.shape for array in module.cached_key.get_value()]
+    assert shapes == [(BATCH, rows, 2, 6) for rows in (4, 7, 20)]
+    assert all(array.dtype == jnp.bfloat16 for array in module.cached_value.get_value())
+    grouped = make(heads="grouped", decode=True)
+    grouped.init_cache((BATCH, 100, WIDTH))
+    assert [array.shape for array in grouped.cached_key.get_value()] == [(BATCH, 8, 1, 6), (BATCH, 16, 1, 6)]
+
+
+def test_caches_are_sharded_along_the_sequence():
+    stack, shard = enter(AxisType.Auto)
+    with stack:
+        module = make(decode=True)
+        module.init_cache((BATCH, 4 * LENGTH, WIDTH))
+        for array in module.cached_key.get_value():
+            assert array.sharding.shard_shape(array.shape)[1] * 4 == array.shape[1]
+        state = nnx.split(module)
+
+        def step(definition, state, x):
+            module = nnx.merge(definition, state)
+            return module(x), nnx.state(module, nnx.Cache)
+
+        compiled = jax.jit(step, static_argnums=0).lower(*state, inputs()[:, :1]).compile()
+        assert "all-gather" not in compiled.as_text()
+        assert "all-reduce" in compiled.as_text()
+        module(shard(inputs()), prefill=True)
+        for array in module.cached_key.get_value():
+            assert array.sharding.shard_shape(array.shape)[1] * 4 == array.shape[1]
+
+
+def test_view_makes_a_cache():
+    module = make()
+    decoding = nnx.view(module, decode=True, batch_size=BATCH, max_length=LENGTH)
+    assert decoding(inputs()[:, :1]).shape == (BATCH, 1, WIDTH)
+    assert int(decoding.cache_index.get_value()) == 1
+    with pytest.raises(TypeError, match="batch_size=None and max_length=None must be given"):
+        make().set_view(decode=True)
+
+
+def test_a_full_cache():
+    module = make(decode=True)
+    module.init_cache((BATCH, 4, WIDTH))
+    jitted = nnx.jit(lambda module, x: module(x))
+    assert np.isfinite(jitted(module, inputs()[:, :3])).all()
+    with pytest.raises(ValueError, match="the cache holds 3 tokens of at most 4, and 2 come: call init_cache with"):
+        module(inputs()[:, :2])
+    assert np.isnan(jitted(module, inputs()[:, :2])).all()
+    with pytest.raises(ValueError, match="the cache is for 4 tokens, and the inputs have 5: call init_cache with"):
+        module(inputs()[:, :5], prefill=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call", "words"),
+    [
+        ({"is_causal": False}, {}, "with is_causal=False tokens see later ones: make it True"),
+        ({}, {}, "there is no cache: call init_cache first"),
+        (
+            {},
+            {"document_ids": jnp.zeros((BATCH, 1), jnp.int32)},
+            "document_ids is given, but decode=True continues one",
+        ),
+        ({}, {"query_offset": 3}, "query_offset=3, but decode=True knows the position"),
+        ({}, {"inputs_k": jnp.ones((BATCH, 1, WIDTH))}, "inputs_k or inputs_v is given, but decode=True"),
+        ({"dropout_rate": 0.1}, {"deterministic": False}, "deterministic=False, but decode=True draws no dropout"),
+    ],
+)
+def test_what_means_nothing_in_decoding_is_refused(arguments, call, words):
+    with pytest.raises(ValueError, match=words):
+        make(**arguments, decode=True)(inputs()[:, :1], **call)

@@ -1,0 +1,316 @@
+"""Documents, lengths, unions, groups of heads, caps and dropout: alone and together, against the oracle."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import (
+    assert_close,
+    loss,
+    make_mesh,
+    random_arguments,
+    random_documents,
+    reference_results,
+    ring_results,
+    with_gradients,
+)
+
+from ringjax import DilatedPattern, dilated_attention_reference, ring_dilated_attention
+from ringjax._block import Weighting
+from ringjax._meeting import Meeting, Slots, make_mask
+from ringjax._mesh import Placement
+from ringjax._plan import Plan
+from ringjax._schedule import make_schedule
+
+PATTERN = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
+STRADDLING = {"segment_lengths": (7, 15), "dilation_rates": (2, 1)}
+DENSE = {"segment_lengths": (64,), "dilation_rates": (1,), "is_causal": False}
+OF_REFERENCE = set(inspect.signature(dilated_attention_reference).parameters)
+
+FEATURES = {
+    "documents": {"documents": "sorted"},
+    "documents in any order": {"documents": "mixed", "block_size": 4, "is_causal": False},
+    "documents in blocks": {"documents": "sorted", "block_size": 4},
+    "documents, gathered": {"documents": "sorted", "strategy": "all_gather"},
+    "documents that straddle": {"documents": "sorted", **STRADDLING},
+    "union": {"merge": "union", "block_size": 4},
+    "union, not causal": {"merge": "union", "is_causal": False, "block_size": 4, "dilation_rates": (1, 1)},
+    "union that straddles": {"merge": "union", **STRADDLING},
+    "grouped": {"num_heads": (6, 3), "heads": "grouped"},
+    "grouped by branch": {"num_heads": (4, 4), "heads": "grouped", "offsets": "branch"},
+    "all by branch": {"offsets": "branch", "dilation_rates": (2, 4)},
+    "cap": {"logits_soft_cap": 0.7},
+    "dropout": {"dropout_rate": 0.4, "dropout_seed": 2**40 + 3, "block_size": 4},
+    "broadcast dropout": {"dropout_rate": 0.4, "dropout_seed": 3, "broadcast_dropout": True},
+    "offset": {"query_offset": 5},
+    "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11},
+    "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
+    "cross-attention": {"length": 16, "key_length": 24, **DENSE},
+    "all": {
+        "length": 23,
+        "key_length": 29,
+        "query_offset": 4,
+        "documents": "sorted",
+        "merge": "union",
+        "logits_soft_cap": 2.0,
+        "dropout_rate": 0.2,
+        "dropout_seed": 1,
+        "block_size": 4,
+        "offsets": "blocked",
+    },
+}
+
+
+def make_arrays(length=32, key_length=None, num_heads=(4, 2), batch=(2,), documents=None, **_):
+    arrays = random_arguments(length, num_heads, (3, 2), batch, key_length)
+    if documents is None:
+        return arrays
+    lengths = (length,) if key_length is None else (length, key_length)
+    is_sorted = documents == "sorted"
+    return *arrays, *(random_documents(length, batch, is_sorted, seed) for seed, length in enumerate(lengths))
+
+
+def of_reference(arguments):
+    return {name: value for name, value in arguments.items() if name in OF_REFERENCE}
+
+
+def check(mesh, arrays, arguments):
+    own = {name: value for name, value in arguments.items() if name in OF_REFERENCE | {"block_size", "strategy"}}
+    assert_close(ring_results(arrays, mesh=mesh, **own), reference_results(arrays, **of_reference(arguments)))
+
+
+ON_ONE_DEVICE = ("documents in blocks", "union", "grouped", "dropout", "fewer queries", "more queries", "all")
+
+
+@pytest.mark.parametrize(
+    ("name", "ring_size"), [*((name, 4) for name in FEATURES), *((name, 1) for name in ON_ONE_DEVICE)]
+)
+def test_feature_equals_oracle(name, ring_size):
+    arguments = {**PATTERN, **FEATURES[name]}
+    kind = (AxisType.Auto, AxisType.Explicit)[list(FEATURES).index(name) % 2]
+    check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
+
+
+@st.composite
+def calls(draw):
+    length = draw(st.integers(1, 29))
+    count = draw(st.integers(1, 3))
+    lengths = tuple(draw(st.integers(1, 31)) for _ in range(count))
+    kv_heads = draw(st.integers(1, 3))
+    arguments = {
+        "length": length,
+        "key_length": draw(st.sampled_from([None, None, 7, 24])),
+        "num_heads": (kv_heads * draw(st.integers(1, 2)), kv_heads),
+        "batch": draw(st.sampled_from([(), (2,), (1, 2)])),
+        "segment_lengths": lengths,
+        "dilation_rates": tuple(draw(st.integers(1, min(length, 6))) for length in lengths),
+        "offsets": draw(st.sampled_from(["interleaved", "blocked", "branch"])),
+        "merge": draw(st.sampled_from(["lse", "union"])),
+        "heads": draw(st.sampled_from(["all", "grouped"])) if kv_heads >= count else "all",
+        "is_causal": draw(st.booleans()),
+        "query_offset": draw(st.sampled_from([0, 0, 3, 40])),
+        "documents": draw(st.sampled_from([None, "sorted", "mixed"])),
+        "logits_soft_cap": draw(st.sampled_from([None, 0.5])),
+        "dropout_rate": draw(st.sampled_from([0.0, 0.5])),
+        "dropout_seed": 7,
+        "broadcast_dropout": draw(st.booleans()),
+        "scale": draw(st.sampled_from([None, -0.7])),
+        "strategy": draw(st.sampled_from(["ring", "all_gather"])),
+        "block_size": draw(st.sampled_from([None, 4])),
+    }
+    return draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from(list(AxisType)[:2])), arguments
+
+
+def check_combination(call):
+    ring_size, kind, arguments = call
+    check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
+
+
+in_any_combination = given(calls())
+options = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@in_any_combination
+@settings(max_examples=10, derandomize=True, **options)
+def test_features_compose(call):
+    check_combination(call)
+
+
+@pytest.mark.slow
+@in_any_combination
+@settings(max_examples=300, **options)
+def test_features_compose_in_many_ways(call):
+    check_combination(call)
+
+
+ALL = {
+    "segment_lengths": (8, 32),
+    "dilation_rates": (1, 4),
+    "is_causal": True,
+    "logits_soft_cap": 2.0,
+    "dropout_rate": 0.3,
+    "dropout_seed": 11,
+}
+
+
+@pytest.mark.parametrize("choices", [{"merge": "union"}, {"heads": "grouped"}], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_numbers_are_global_on_a_mesh(kind, choices):
+    """Dropout follows global batches and heads, groups of heads global heads, and documents their tokens."""
+    arguments = {**ALL, **choices}
+    arrays = make_arrays(num_heads=(12, 6), documents="sorted")
+    expected = reference_results(arrays, **arguments)
+    mesh = make_mesh(kind, data=2, seq=2, tensor=2)
+    put = lambda array: jax.device_put(
+        array, NamedSharding(mesh, P(*("data", "seq", "tensor")[: 3 if array.ndim > 2 else 2]))
+    )
+    function = with_gradients(loss(ring_dilated_attention, block_size=4, **arguments))
+    assert_close(jax.device_get(jax.jit(function)(*map(put, arrays))), expected)
+    if kind == AxisType.Auto:  # the same with all axes named: then they are mapped over
+        named = with_gradients(
+            loss(ring_dilated_attention, mesh=mesh, spec=P("data", "seq", "tensor"), block_size=4, **arguments)
+        )
+        assert_close(jax.device_get(jax.jit(named)(*map(put, arrays))), expected)
+
+
+@pytest.mark.parametrize("num_heads", [(6, 3), (8, 2)], ids=str)
+def test_groups_that_a_tensor_axis_cuts(num_heads):
+    """Three heads of which two devices share the second branch's, and two heads for four devices."""
+    arguments = {**ALL, "heads": "grouped"}
+    arrays = make_arrays(num_heads=num_heads, documents="mixed")
+    tensor = 3 if num_heads[1] == 3 else 4
+    mesh = make_mesh(AxisType.Explicit, seq=2, tensor=tensor)
+    heads = [P(None, "seq", "tensor" if array.shape[2] % tensor == 0 else None) for array in arrays[:3]]
+    specs = [*heads, P(None, "seq")]
+    put = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+    actual = jax.jit(with_gradients(loss(ring_dilated_attention, **arguments)))(*put)
+    assert_close(jax.device_get(actual), reference_results(arrays, **arguments))
+
+
+def test_documents_inside_the_callers_shard_map_and_under_vmap():
+    arrays = make_arrays(documents="sorted")
+    expected = reference_results(arrays, **PATTERN)
+    mesh = make_mesh(seq=4)
+
+    def attend(query, key, value, documents):
+        return ring_dilated_attention(query, key, value, document_ids=documents, return_residual=True, **PATTERN)
+
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
+    of_mapped = loss(lambda *arrays, document_ids, return_residual: mapped(*arrays, document_ids))
+    assert_close(jax.device_get(jax.jit(with_gradients(of_mapped))(*arrays)), expected)
+    with jax.set_mesh(mesh):
+        of_vmapped = loss(lambda *arrays, document_ids, return_residual: jax.vmap(attend)(*arrays, document_ids))
+        assert_close(jax.device_get(jax.jit(with_gradients(of_vmapped))(*arrays)), expected)
+
+
+def visits_of(documents, block_size=16, shards=1, **arguments):
+    """The tiles that meet, and those that are whole, on one shard with one head."""
+    pattern = DilatedPattern(**{"segment_lengths": (128,), "dilation_rates": (1,), **arguments})
+    branch = make_schedule(pattern, documents.shape[1], shards, 1, True, block_size)[-1]
+    rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
+    tiles = documents.reshape(documents.shape[0], -1, 1, 1, branch.block_rows).swapaxes(0, 1)
+    slots = Slots(rows, rows.shard[None], False, jnp.asarray(tiles))
+    return make_mask(Meeting(slots, slots)).visits
+
+
+def test_blocks_whose_documents_do_not_meet_are_skipped():
+    """In each batch for itself: of 36 tiles up to the diagonal the ones within a document are left."""
+    documents = np.stack([np.arange(128) // 32, np.arange(128) // 64, np.zeros(128, int)])
+    visits = visits_of(documents)
+    assert visits.meets.sum(axis=(1, 2)).tolist() == [4 * 3, 2 * 10, 36]
+    assert visits.is_whole.sum(axis=(1, 2)).tolist() == [4 * 1, 2 * 6, 28]
+    for of_tiles in (visits.of_queries(), visits.of_keys()):  # what forward and backward see
+        start, stop, _ = of_tiles
+        assert int((stop - start).sum()) == int(visits.meets.sum())
+    # From the first to the last tile that meets, those in between are left out by their case.
+    mixed = np.where(np.arange(128) // 16 % 2, 1, 2)[None]
+    start, stop, cases = visits_of(mixed).of_queries()
+    assert (start.tolist(), stop.tolist()) == ([0, 1] + [0, 1] * 3, list(range(1, 9)))
+    assert int((cases > 0).sum()) == 2 * 10
+    padding = np.full((1, 128), -1)
+    assert not visits_of(padding).meets.any()
+
+
+def test_a_union_skips_what_earlier_branches_hold():
+    documents = np.zeros((1, 128), int)
+    visits = visits_of(documents, segment_lengths=(32, 128), dilation_rates=(1, 1), merge="union")
+    # Of 36 tiles up to the diagonal, the 4 * 3 within segments of 32 are left out, and no other is cut.
+    assert int(visits.meets.sum()) == int(visits.is_whole.sum()) == 36 - 12
+
+
+def dropped(seed, rate=0.3, length=256, **arguments):
+    """Which weights [B, N, T, S] are dropped: with equal logits, values that are one-hot show the weights."""
+    query = jnp.zeros((2, length, 2, 1), jnp.float32)
+    value = jnp.broadcast_to(jnp.eye(length, dtype=jnp.float32)[:, None], (2, length, 2, length))
+    arguments = {"segment_lengths": (length,), "dilation_rates": (1,), "dropout_rate": rate, **arguments}
+    out = ring_dilated_attention(query, query, value, dropout_seed=seed, **arguments)
+    return np.moveaxis(np.asarray(out), 2, 1) * length
+
+
+def test_dropout_has_its_rate_everywhere():
+    weights = dropped(seed=5)
+    np.testing.assert_allclose(np.unique(weights), [0, 1 / 0.7], rtol=1e-5)
+    is_dropped = weights == 0
+    deviation = np.sqrt(0.3 * 0.7 / 256)
+    assert abs(is_dropped.mean() - 0.3) < 5 * deviation / np.sqrt(is_dropped.size / 256)
+    for axis in (2, 3):  # of queries, of keys: independent draws, so the deviation is the binomial's
+        means = is_dropped.mean(axis=axis)
+        assert np.abs(means - 0.3).max() < 5 * deviation
+        assert abs(means.std() / deviation - 1) < 0.1
+
+
+def test_dropout_draws_are_independent():
+    one = dropped(seed=5) == 0
+    others = {
+        "seed": dropped(seed=6) == 0,
+        "high word of the seed": dropped(seed=5 + 2**32) == 0,
+        "batch": one[::-1],
+        "head": one[:, ::-1],
+        "next query": np.roll(one, 1, axis=2),
+        "next key": np.roll(one, 1, axis=3),
+        "transpose": one.swapaxes(2, 3),
+    }
+    for name, other in others.items():
+        correlation = np.corrcoef(one.ravel(), other.ravel())[0, 1]
+        assert abs(correlation) < 5 / np.sqrt(one.size / 2), name
+    broadcast = dropped(seed=5, broadcast_dropout=True) == 0
+    assert (broadcast == broadcast[0, 0]).all()
+    np.testing.assert_array_equal(broadcast[0, 0], one[0, 0])
+
+
+def test_seeds():
+    """An integer, an array of one, and a key of jax.random, typed or not."""
+    np.testing.assert_array_equal(dropped(5), dropped(jnp.int32(5)))
+    key = jax.random.key(5)
+    np.testing.assert_array_equal(dropped(key), dropped(jax.random.key_data(key)))
+    assert (dropped(key) != dropped(jax.random.key(6))).any()
+
+
+def test_dropout_bits_are_the_documented_streams():
+    """Written again in NumPy: MurmurHash3's finalizer over a chain of words, then over start + step * position."""
+
+    def mix(state):
+        state = np.uint64(state)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            state = ((state ^ (state >> np.uint64(shift))) * np.uint64(factor)) % 2**32
+        return state ^ (state >> np.uint64(16))
+
+    def is_dropped(seed, batch, head, t, s, rate):
+        words = []
+        for salt in (0, 1):
+            state = np.uint64(salt)
+            for word in (seed % 2**32, seed >> 32, batch, head, t):
+                state = mix(((state + np.uint64(0x9E3779B9)) % 2**32) ^ np.uint64(word))
+            words.append(state)
+        return mix((words[0] + (words[1] | np.uint64(1)) * np.uint64(s)) % 2**32) < round(rate * 2**32)
+
+    with np.errstate(over="ignore"):
+        actual = dropped(seed=2**33 + 5) == 0
+        for batch, head, t, s in np.random.default_rng(0).integers(0, (2, 2, 256, 256), size=(200, 4)):
+            assert actual[batch, head, t, s] == is_dropped(2**33 + 5, batch, head, t, s, 0.3)
