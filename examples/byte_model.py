@@ -1,5 +1,6 @@
 """A causal language model over bytes: pre-norm blocks, ring dilated attention, tied embeddings."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from flax import nnx
 import ringjax
 
 NUM_BYTES = 256
+# What the backward of a rematerialised block keeps, so that it does not go around the ring again.
+KEEP = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
 
 
 class Block(nnx.Module):
@@ -40,9 +43,9 @@ class Block(nnx.Module):
         self.up = nnx.Linear(width, 4 * width, use_bias=False, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, use_bias=False, dtype=dtype, rngs=rngs)
 
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        """Maps hidden states [B, T, D] to hidden states [B, T, D]."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
+    def __call__(self, hidden: jax.Array, **options: Any) -> jax.Array:
+        """Maps hidden states [B, T, D] to hidden states [B, T, D]; the options are the attention's."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), **options)
         return hidden + self.down(nnx.gelu(self.up(self.norm(hidden))))
 
 
@@ -58,8 +61,10 @@ class ByteModel(nnx.Module):
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         dtype: Any,
+        is_rematerialised: bool = False,
         rngs: nnx.Rngs,
     ):
+        self.is_rematerialised = is_rematerialised
         initializer = nnx.initializers.normal(0.02)
         self.embedding = nnx.Embed(NUM_BYTES, width, embedding_init=initializer, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(
@@ -67,9 +72,19 @@ class ByteModel(nnx.Module):
         )
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps bytes [B, T] to the logits [B, T, 256] of the byte after each, in float32."""
+    def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
+        """Maps bytes [B, T] to the logits [B, T, 256] of the byte after each, in float32.
+
+        The options are the attention's, such as `document_ids`, or `decode` and `prefill` after `init_cache`.
+        """
         hidden = self.embedding(tokens)  # [B, T, D]
         for block in self.blocks:
-            hidden = block(hidden)
+            run = functools.partial(Block.__call__, **options)
+            run = nnx.remat(run, policy=KEEP) if self.is_rematerialised else run
+            hidden = run(block, hidden)
         return self.embedding.attend(self.norm(hidden)).astype(jnp.float32)  # [B, T, 256]
+
+    def init_cache(self, batch_size: int, max_length: int) -> None:
+        """Makes the caches of sequences that are to be continued."""
+        for block in self.blocks:
+            block.attention.init_cache((batch_size, max_length, block.attention.in_features))

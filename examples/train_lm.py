@@ -1,5 +1,7 @@
 """Trains a byte-level language model with ring dilated attention, on simulated CPU devices or on real ones.
 
+Whole files are packed into sequences as documents, which do not attend to each other.
+
 - `python examples/train_lm.py`: on 8 simulated devices, or the real ones, on the standard library's own source.
 - `python examples/train_lm.py --mesh data=2,seq=4`: on another mesh.
 - `python examples/train_lm.py --resume`: from the last checkpoint on.
@@ -9,6 +11,7 @@
 import argparse
 import contextlib
 import csv
+import functools
 import math
 import sys
 import time
@@ -23,7 +26,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from byte_model import ByteModel
-from corpus import Corpus, bigram_bits, evaluation_batches, load_corpus, training_batch
+from corpus import PADDING, SEPARATOR, Corpus, bigram_bits, evaluation_batches, load_corpus, training_batch
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -130,12 +133,13 @@ def matrices(params: Any) -> Any:
 def make_steps(definition: Any, optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:
     """Returns the compiled functions: a training step, and the loss in nats per byte."""
 
-    def loss_of(params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = nnx.merge(definition, params)(inputs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    def loss_of(params: Any, inputs: jax.Array, targets: jax.Array, document_ids: jax.Array) -> jax.Array:
+        logits = nnx.merge(definition, params)(inputs, document_ids=document_ids)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses.mean(where=document_ids != PADDING)
 
-    def train(state: State, inputs: jax.Array, targets: jax.Array) -> tuple[State, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, inputs, targets)
+    def train(state: State, *batch: jax.Array) -> tuple[State, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_of)(state.params, *batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), opt_state), loss
 
@@ -146,15 +150,16 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[dic
     """Trains, with checkpoints, metrics and a progress bar, and returns the metrics of each step."""
     shape = (arguments.batch_size, arguments.sequence_length)
     held_out = list(evaluation_batches(corpus.held_out, shape, arguments.evaluation_batches))
-    bigram = bigram_bits(corpus.train, iter(held_out))
+    bigram = bigram_bits(corpus.train, held_out)
     sharding = NamedSharding(mesh, P("data", "seq"))
-    # Targets are shifted on the host: a shift along a sharded sequence would move tokens between devices.
-    put = lambda tokens: [jax.device_put(part, sharding) for part in (tokens[:, :-1], tokens[:, 1:])]
+    put = lambda batch: [jax.device_put(array, sharding) for array in batch]
 
     definition, params, optimizer = make_model(arguments)
     state = jax.device_put(State(params, optimizer.init(params)), NamedSharding(mesh, P()))
     train_step, loss_of = make_steps(definition, optimizer)
-    evaluate = lambda state: np.mean([loss_of(state.params, *put(tokens)) for tokens in held_out]) / math.log(2)
+    sizes = [np.sum(batch.document_ids != PADDING) for batch in held_out]
+    mean = functools.partial(np.average, weights=sizes)
+    evaluate = lambda state: mean([loss_of(state.params, *put(batch)) for batch in held_out]) / math.log(2)
 
     rows: list[dict[str, float]] = []
     with open_checkpoints(arguments) as checkpoints:
@@ -236,18 +241,19 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
     state = jax.device_put(State(params, optimizer.init(params)), NamedSharding(mesh, P()))
     with open_checkpoints(arguments) as checkpoints:
         _, state = restore(checkpoints, state)
-    prompt = arguments.sample.encode()
-    tokens = np.zeros((1, len(prompt) + arguments.sample_bytes), np.int32)
-    tokens[0, : len(prompt)] = list(prompt)
+    prompt = [SEPARATOR, *arguments.sample.encode()]
+    model = nnx.merge(definition, state.params)
+    model.init_cache(1, len(prompt) + arguments.sample_bytes)
 
-    @jax.jit
-    def next_byte(params: Any, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        logits = nnx.merge(definition, params)(tokens)[0, position - 1] / 0.7
+    @nnx.jit(static_argnames="prefill")
+    def next_byte(model: ByteModel, tokens: jax.Array, position: int, prefill: bool = False) -> jax.Array:
+        logits = model(tokens, decode=True, prefill=prefill)[0, -1] / 0.7
         return jax.random.categorical(jax.random.fold_in(jax.random.key(arguments.seed), position), logits)
 
-    for position in range(max(1, len(prompt)), tokens.shape[1]):  # causal: what follows the position does not matter
-        tokens[0, position] = next_byte(state.params, tokens, position)
-    return bytes(tokens[0].tolist())
+    sampled = [int(next_byte(model, jnp.array([prompt]), len(prompt), prefill=True))]
+    for position in range(len(prompt) + 1, len(prompt) + arguments.sample_bytes):
+        sampled.append(int(next_byte(model, jnp.array([sampled[-1:]]), position)))
+    return bytes([*prompt[1:], *sampled])
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:

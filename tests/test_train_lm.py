@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus import bigram_bits, evaluation_batches, load_corpus, training_batch
+from corpus import bigram_bits, evaluation_batches, load_corpus, pack, training_batch
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--sequence-length 256 --steps 40 --checkpoint-every 10 --width 32 --layers 2 --heads 2 --evaluation-batches 2"
@@ -128,28 +128,34 @@ def test_corpus(tmp_path):
     for i in range(20):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes([65 + i]) * 10)
     corpus = load_corpus(str(tmp_path), 8)
-    assert bytes(corpus.held_out) == b"J" * 10 + b"\0" + b"T" * 10 + b"\0"
-    assert set(corpus.train) & set(corpus.held_out) == {0}
-    single = load_corpus(str(tmp_path / "00.txt"), 0)
-    assert (len(single.train), len(single.held_out)) == (9, 1)
+    assert [bytes(document) for document in corpus.held_out] == [b"J" * 7, b"J" * 3, b"T" * 7, b"T" * 3]
+    assert len(corpus.train) == 2 * 18
     with pytest.raises(ValueError, match="held_out part of .* has 1 bytes, less than a sequence of 9"):
         load_corpus(str(tmp_path / "00.txt"), 8)
 
 
+def test_documents_are_packed_whole():
+    """Each between two separators, predicted from its first byte to the separator that ends it."""
+    documents = [np.frombuffer(text, np.uint8) for text in (b"abc", b"d", b"efghij")]
+    batch = pack([documents[:2], documents[2:]], length=8)
+    assert bytes(batch.inputs[0].astype(np.uint8)) == b"\0abc\0d\0\0"
+    assert bytes(batch.targets[0].astype(np.uint8)) == b"abc\0d\0\0\0"
+    assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, -1, -1], [0] * 7 + [-1]]
+
+
 def test_batches_depend_on_the_step_alone():
-    text = np.arange(256, dtype=np.uint8)
-    one, again, other = (training_batch(text, step, 0, (3, 16)) for step in (5, 5, 6))
-    assert one.shape == (3, 17)
-    assert (np.diff(one) == 1).all()
-    np.testing.assert_array_equal(one, again)
-    assert not np.array_equal(one, other)
-    batches = list(evaluation_batches(text, (2, 16), limit=3))
-    assert [batch.shape for batch in batches] == [(2, 17)] * 3
-    assert batches[0][0, 0] == 0
-    assert batches[-1][-1, -1] == 255
+    documents = [np.full(size, size, np.uint8) for size in (3, 5, 7, 15)]
+    one, again, other = (training_batch(documents, step, 0, (3, 16)) for step in (5, 5, 6))
+    assert all(array.shape == (3, 16) for array in one)
+    for array, same in zip(one, again, strict=True):
+        np.testing.assert_array_equal(array, same)
+    assert not np.array_equal(one.inputs, other.inputs)
+    held_out = list(evaluation_batches(documents, (1, 16), limit=9))
+    # In order, as many as fit: each document is there once.
+    assert [sorted(set(batch.inputs.ravel()) - {0}) for batch in held_out] == [[3, 5], [7], [15]]
 
 
 def test_bigram_bits():
-    text = np.tile(np.array([1, 2, 1, 3], np.uint8), 1000)  # after 1 comes 2 or 3, after those always 1: half a bit
-    bits = bigram_bits(text, evaluation_batches(text, (1, 256), limit=4))
-    assert abs(bits - 0.5) < 0.01
+    documents = [np.tile(np.array([1, 2, 1, 3], np.uint8), 1000)]  # after 1 comes 2 or 3, after those 1: half a bit
+    bits = bigram_bits(documents, [pack([documents], length=4096)])
+    assert abs(bits - 0.5) < 0.02

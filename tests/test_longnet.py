@@ -1,0 +1,63 @@
+"""The example of a LongNet: the paper's base configuration at its length, and a small one against one device."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from longnet import LENGTH, loss_of, make_longnet, random_bytes
+from oracle import make_mesh
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"width": 16, "num_layers": 2, "num_heads": 2, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
+
+
+def test_a_small_one_is_the_same_on_every_mesh():
+    """With blocks that are rematerialised."""
+    results = {}
+    for size in (1, 8):
+        with jax.set_mesh(make_mesh(seq=size)):
+            loss, grads = nnx.jit(nnx.value_and_grad(loss_of))(
+                make_longnet(**SMALL, rngs=nnx.Rngs(0)), *random_bytes(64)
+            )
+            results[size] = [loss, *jax.tree.leaves(grads)]
+    for one, other in zip(results[1], results[8], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_the_base_configuration():
+    model = nnx.eval_shape(lambda: make_longnet(rngs=nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
+    shapes = jax.tree.map(jnp.shape, params)
+    assert len(model.blocks) == 12
+    assert shapes["blocks"][0]["attention"]["query"]["kernel"].get_value() == (768, 12, 64)
+    assert 84e6 < sum(array.size for array in jax.tree.leaves(params)) < 86e6
+    assert list(model.blocks[0].attention.settings.pattern.branches) == [
+        (2048, 1),
+        (4096, 2),
+        (8192, 4),
+        (16384, 6),
+        (32768, 12),
+    ]
+
+
+@pytest.mark.slow
+def test_the_base_configuration_trains_at_its_length():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "examples" / "longnet.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000, check=False)
+    assert result.returncode == 0, result.stderr
+    assert f"{LENGTH} bytes on 8 devices" in result.stdout
+    forward, step, following = (
+        float(re.search(rf"^{name}: \(?([0-9.]+)", result.stdout, re.MULTILINE).group(1))
+        for name in ("forward", "step", "next step")
+    )
+    assert abs(forward - np.log(256)) < 0.2  # it knows nothing yet
+    assert abs(step - forward) < 1e-4
+    assert following < step
