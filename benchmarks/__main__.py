@@ -15,6 +15,7 @@ CLAIMS = {
     "local_speed": "One device runs attention near the rate at which it multiplies matrices",
     "ring_speed": "A ring of eight runs near the rate of one device, ahead of its peers",
     "row_costs": "Selecting rows and merging branches costs little, and short segments keep up with a batched einsum",
+    "features": "Documents cost what their pairs cost, a union less than its branches",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
     "ahead_of_time": "On H100s and TPUs the ring sends the fewest bytes and hides all of them behind computation",
 }

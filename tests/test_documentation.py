@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MODULES = ["_attention", "_pattern", "_reference", "linen", "nn"]
+MODULES = ["_attention", "_attention_fn", "_pattern", "_reference", "linen", "nn"]
 
 
 @pytest.mark.parametrize("name", MODULES)

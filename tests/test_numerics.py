@@ -1,5 +1,7 @@
 """Precision in every dtype, and values at the edges: rows without keys, large logits."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,8 @@ import numpy as np
 import pytest
 from oracle import NAMES, assert_close, make_mesh, random_arguments, reference_results, ring_results
 
-from ringjax import ring_dilated_attention
+from ringjax import dilated_attention_reference, ring_dilated_attention
+from ringjax._dropout import is_kept, make_seed, make_stream
 
 ARGUMENTS = {"segment_lengths": (16, 64), "dilation_rates": (1, 2), "is_causal": True}
 
@@ -102,6 +105,28 @@ def test_the_oracle_is_softmax_attention():
         np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
         peer = jax.nn.dot_product_attention(*map(jnp.asarray, (query, key, value)), is_causal=is_causal)
         np.testing.assert_allclose(out, peer, rtol=0, atol=1e-6)
+
+
+def test_the_oracle_masks_and_caps():
+    """Documents, an offset, a cap and dropout once more, in NumPy, pair by pair."""
+    length, key_length, offset, cap, rate = 6, 9, 2, 1.5, 0.4
+    query, key, value = random_arguments(length, (2, 1), widths=(4, 3), key_length=key_length)
+    documents = np.array([[0, 0, 1, 1, -1, 2]]), np.array([[0, 0, 0, 1, 1, 1, -1, -1, 2]])
+    options = {"is_causal": True, "query_offset": offset, "logits_soft_cap": cap, "segment_lengths": (20,)}
+    options |= {"dilation_rates": (1,), "document_ids": documents, "return_residual": True}
+    out, lse = dilated_attention_reference(*map(jnp.asarray, (query, key, value)), **options)
+    seeded = {"dropout_rate": rate, "dropout_seed": 3}
+    dropped, same_lse = dilated_attention_reference(*map(jnp.asarray, (query, key, value)), **options, **seeded)
+    np.testing.assert_array_equal(lse, same_lse)
+    for head, t in itertools.product(range(2), range(length)):
+        seen = [s for s in range(key_length) if documents[0][0, t] == documents[1][0, s] >= 0 and s <= t + offset]
+        logits = cap * np.tanh(query[0, t, head] @ key[0, seen, 0].T / 2 / cap)
+        weights = np.exp(logits) / np.exp(logits).sum()
+        np.testing.assert_allclose(out[0, t, head], weights @ value[0, seen, 0], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(lse[0, t, head], np.log(np.exp(logits).sum()) if seen else -np.inf, atol=1e-12)
+        stream = make_stream(make_seed(3), jnp.int32(0), jnp.int32(head), jnp.int32(t + offset))
+        kept = np.asarray(is_kept(*stream, jnp.asarray(seen, jnp.int32), rate)) / (1 - rate)
+        np.testing.assert_allclose(dropped[0, t, head], (weights * kept) @ value[0, seen, 0], rtol=0, atol=1e-12)
 
 
 def test_the_oracle_mixes_branches_by_their_denominators():

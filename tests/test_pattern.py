@@ -7,20 +7,34 @@ import pytest
 
 from ringjax import DilatedPattern
 
+BRANCHES = ((4, 1), (5, 2), (13, 3))
 
-@pytest.mark.parametrize("offsets", ["interleaved", "blocked"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_multiplicity_counts_the_branches_that_hold_a_pair(offsets, is_causal):
-    length, heads = 13, 3
-    pattern = DilatedPattern((4, 5, 13, 20), (1, 2, 3, 5), offsets)
-    count = pattern.multiplicity(length, heads, is_causal)
-    for head, t, s in itertools.product(range(heads), range(length), range(length)):
-        expected = 0
-        for w, r in ((4, 1), (5, 2), (13, 3), (20, 5)):
-            offset = head % r if offsets == "interleaved" else head // -(-heads // r)
+
+@pytest.mark.parametrize("heads", ["all", "grouped"])
+@pytest.mark.parametrize("merge", ["lse", "union"])
+@pytest.mark.parametrize("offsets", ["interleaved", "blocked", "branch"])
+@pytest.mark.parametrize(("key_length", "query_offset", "is_causal"), [(13, 0, False), (13, 0, True), (16, 7, True)])
+def test_multiplicity_counts_the_branches_that_hold_a_pair(offsets, merge, heads, key_length, query_offset, is_causal):
+    length, num_heads = 13, 4
+    pattern = DilatedPattern(*zip(*BRANCHES, strict=True), offsets, merge, heads)
+    count = pattern.multiplicity(length, num_heads, is_causal, key_length, query_offset)
+    for head, row, s in itertools.product(range(num_heads), range(length), range(key_length)):
+        expected, t = 0, query_offset + row
+        for branch, (w, r) in enumerate(BRANCHES):
+            if heads == "grouped" and branch != (0, 0, 1, 2)[head]:
+                continue
+            offset = {"interleaved": head % r, "blocked": head // -(-num_heads // r), "branch": branch % r}[offsets]
             kept = (t % w) % r == offset and (s % w) % r == offset
             expected += kept and t // w == s // w and (s <= t or not is_causal)
-        assert count[head, t, s] == expected
+        assert count[head, row, s] == (expected if merge == "lse" else expected > 0)
+
+
+@pytest.mark.parametrize(("num_heads", "sizes"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (7, [3, 2, 2]), (12, [4, 4, 4])])
+def test_groups_take_the_extra_heads_first(num_heads, sizes):
+    pattern = DilatedPattern(*zip(*BRANCHES, strict=True), heads="grouped")
+    groups = [pattern.heads_of(branch, num_heads) for branch in range(3)]
+    assert [len(group) for group in groups] == sizes
+    assert [head for group in groups for head in group] == list(range(num_heads))
 
 
 @pytest.mark.parametrize(
