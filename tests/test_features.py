@@ -21,6 +21,7 @@ from oracle import (
     with_gradients,
 )
 
+from benchmarks.programs import has_dimension, permutes
 from ringjax import DilatedPattern, dilated_attention_reference, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._meeting import Meeting, Slots, make_mask
@@ -207,6 +208,31 @@ def test_documents_inside_the_callers_shard_map_and_under_vmap():
     with jax.set_mesh(mesh):
         of_vmapped = loss(lambda *arrays, document_ids, return_residual: jax.vmap(attend)(*arrays, document_ids))
         assert_close(jax.device_get(jax.jit(with_gradients(of_vmapped))(*arrays)), expected)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_all_features_stay_on_their_shards(gradient):
+    """No device gets anything of the whole length, and documents travel with the keys: four bytes for each row."""
+    length, shards, width = 8 * 37, 8, 6
+    mesh = make_mesh(seq=shards)
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    shape = jax.ShapeDtypeStruct((1, length, 2, width), jnp.float32, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+    arguments = {"segment_lengths": (37, length), "dilation_rates": (1, 1), "merge": "union", "mesh": mesh}
+    arguments |= {"logits_soft_cap": 5.0, "dropout_rate": 0.1, "dropout_seed": 0}
+
+    def attend(query, key, value, document_ids):
+        return ring_dilated_attention(query, key, value, document_ids=document_ids, **arguments)
+
+    call = jax.grad(lambda *arrays: jnp.sin(attend(*arrays)).sum(), (0, 1, 2)) if gradient else attend
+    text = jax.jit(call).lower(shape, shape, shape, ids).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "all-reduce"):
+        assert collective not in text
+    assert has_dimension(text, 37)
+    assert not has_dimension(text, length)
+    if not gradient:
+        sent = sum(permute.trips * permute.bytes for permute in permutes(text))
+        assert sent == (shards - 1) * 37 * (2 * 2 * width * 4 + 4)
 
 
 def visits_of(documents, block_size=16, shards=1, **arguments):
