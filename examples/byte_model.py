@@ -1,6 +1,5 @@
 """A causal language model over bytes: pre-norm blocks, ring dilated attention, tied embeddings."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ from flax import nnx
 import ringjax
 
 NUM_BYTES = 256
-# What the backward of a rematerialised block keeps, so that it does not go around the ring again.
-KEEP = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
 
 
 class Block(nnx.Module):
@@ -61,10 +58,8 @@ class ByteModel(nnx.Module):
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         dtype: Any,
-        is_rematerialised: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.is_rematerialised = is_rematerialised
         initializer = nnx.initializers.normal(0.02)
         self.embedding = nnx.Embed(NUM_BYTES, width, embedding_init=initializer, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(
@@ -79,9 +74,7 @@ class ByteModel(nnx.Module):
         """
         hidden = self.embedding(tokens)  # [B, T, D]
         for block in self.blocks:
-            run = functools.partial(Block.__call__, **options)
-            run = nnx.remat(run, policy=KEEP) if self.is_rematerialised else run
-            hidden = run(block, hidden)
+            hidden = block(hidden, **options)
         return self.embedding.attend(self.norm(hidden)).astype(jnp.float32)  # [B, T, 256]
 
     def init_cache(self, batch_size: int, max_length: int) -> None:

@@ -12,45 +12,57 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from byte_model import NUM_BYTES, ByteModel
+from byte_model import NUM_BYTES, Block
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from train_lm import make_mesh
 
 LENGTH = 32768
+KEEP = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
 
 
-def make_longnet(
-    *,
-    width: int = 768,
-    num_layers: int = 12,
-    num_heads: int = 12,
-    segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768),
-    dilation_rates: Sequence[int] = (1, 2, 4, 6, 12),
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
-) -> ByteModel:
-    """Returns the model; the backward of a block computes it again from its inputs, all but its attention."""
-    return ByteModel(
-        width=width,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        segment_lengths=segment_lengths,
-        dilation_rates=dilation_rates,
-        dtype=dtype,
-        is_rematerialised=True,
-        rngs=rngs,
-    )
+class LongNet(nnx.Module):
+    """Predicts each next byte from the bytes before it; one block runs again and again, with other parameters."""
+
+    def __init__(
+        self,
+        *,
+        width: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768),
+        dilation_rates: Sequence[int] = (1, 2, 4, 6, 12),
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(width, num_heads, segment_lengths, dilation_rates, dtype, rngs)
+
+        initializer = nnx.initializers.normal(0.02)
+        self.embedding = nnx.Embed(NUM_BYTES, width, embedding_init=initializer, dtype=dtype, rngs=rngs)
+        self.blocks = make_blocks(rngs)
+        self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps bytes [B, T] to the logits [B, T, 256] of the byte after each, in float32.
+
+        The backward computes each block again from its inputs, all but what its attention has gone around the ring for.
+        """
+        run = nnx.remat(lambda hidden, block: block(hidden), policy=KEEP)
+        hidden = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(self.embedding(tokens), self.blocks)
+        return self.embedding.attend(self.norm(hidden)).astype(jnp.float32)  # [B, T, 256]
 
 
-def loss_of(model: ByteModel, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+def loss_of(model: LongNet, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Returns the mean loss of the next bytes [B, T], in nats."""
     return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean()
 
 
-@nnx.jit
-def train_step(model: ByteModel, inputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+@nnx.jit(donate_argnums=0)
+def train_step(model: LongNet, inputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Takes a step against the gradient, and returns the loss before it and the gradient's norm."""
     loss, grads = nnx.value_and_grad(loss_of)(model, inputs, targets)
     params = nnx.state(model, nnx.Param)
@@ -68,7 +80,7 @@ def random_bytes(length: int) -> list[jax.Array]:
 def main() -> None:
     """Runs the forward pass and a step of training, each with its compilation."""
     with jax.set_mesh(make_mesh(None)):
-        model = make_longnet(rngs=nnx.Rngs(0))
+        model = LongNet(rngs=nnx.Rngs(0))
         count = sum(array.size for array in jax.tree.leaves(nnx.state(model, nnx.Param)))
         print(f"{count / 1e6:.0f} million parameters, {LENGTH} bytes on {jax.sharding.get_mesh().size} devices")
         batch = random_bytes(LENGTH)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from longnet import LENGTH, loss_of, make_longnet, random_bytes
+from longnet import LENGTH, LongNet, loss_of, random_bytes
 from oracle import make_mesh
 
 ROOT = Path(__file__).parent.parent
@@ -23,22 +23,19 @@ def test_a_small_one_is_the_same_on_every_mesh():
     results = {}
     for size in (1, 8):
         with jax.set_mesh(make_mesh(seq=size)):
-            loss, grads = nnx.jit(nnx.value_and_grad(loss_of))(
-                make_longnet(**SMALL, rngs=nnx.Rngs(0)), *random_bytes(64)
-            )
+            loss, grads = nnx.jit(nnx.value_and_grad(loss_of))(LongNet(**SMALL, rngs=nnx.Rngs(0)), *random_bytes(64))
             results[size] = [loss, *jax.tree.leaves(grads)]
     for one, other in zip(results[1], results[8], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
 def test_the_base_configuration():
-    model = nnx.eval_shape(lambda: make_longnet(rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: LongNet(rngs=nnx.Rngs(0)))
     params = nnx.state(model, nnx.Param)
     shapes = jax.tree.map(jnp.shape, params)
-    assert len(model.blocks) == 12
-    assert shapes["blocks"][0]["attention"]["query"]["kernel"].get_value() == (768, 12, 64)
+    assert shapes["blocks"]["attention"]["query"]["kernel"].get_value() == (12, 768, 12, 64)
     assert 84e6 < sum(array.size for array in jax.tree.leaves(params)) < 86e6
-    assert list(model.blocks[0].attention.settings.pattern.branches) == [
+    assert list(model.blocks.attention.settings.pattern.branches) == [
         (2048, 1),
         (4096, 2),
         (8192, 4),
