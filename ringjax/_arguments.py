@@ -54,7 +54,8 @@ def check_numbers(scale: Any, logits_soft_cap: Any, dropout_rate: Any, query_off
     """
     reals = {"scale": scale, "logits_soft_cap": logits_soft_cap, "dropout_rate": dropout_rate}
     for name, number in reals.items():
-        if number is not None and not isinstance(number, numbers.Real):
+        is_optional = name != "dropout_rate"
+        if not (isinstance(number, numbers.Real) or (number is None and is_optional)):
             raise TypeError(f"{name}={number!r} must be a number, known when the call is traced")
     if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
         raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be positive, such as 50.0: leave it out for none")

@@ -16,11 +16,11 @@ _GOLDEN = 0x9E3779B9
 def make_seed(seed: Any) -> UInt[Array, "2"]:
     """Returns two words of a seed: of an integer, of an array of one, or of a key of `jax.random`."""
     if isinstance(seed, int | np.integer):
-        return jnp.asarray([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], jnp.uint32)
-    is_integer = jnp.issubdtype(seed.dtype, jnp.integer)
-    if is_integer and not seed.ndim:
-        return jnp.stack([seed.astype(jnp.uint32), jnp.zeros_like(seed, jnp.uint32)])
-    return jax.random.bits(seed, (2,), jnp.uint32)
+        return jnp.asarray([int(seed) & 0xFFFFFFFF, int(seed) >> 32 & 0xFFFFFFFF], jnp.uint32)
+    if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
+        return jax.random.bits(seed, (2,), jnp.uint32)
+    high = seed >> 32 if seed.dtype.itemsize == 8 else seed * 0
+    return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])
 
 
 def make_stream(

@@ -78,6 +78,7 @@ IDS = np.zeros((1, 8), np.int32)
         ({"dropout_rate": 1.0, "dropout_seed": 1}, ValueError, "dropout_rate=1.0 must be in [0, 1)"),
         ({"dropout_rate": -0.1, "dropout_seed": 1}, ValueError, "dropout_rate=-0.1 must be in [0, 1)"),
         ({"dropout_rate": jnp.float32(0.1)}, TypeError, "must be a number, known when the call is traced"),
+        ({"dropout_rate": None}, TypeError, "dropout_rate=None must be a number"),
         ({"dropout_rate": 0.1}, ValueError, "dropout_rate=0.1 needs a dropout_seed: an integer, or a key"),
         ({"dropout_rate": 0.1, "dropout_seed": "x"}, TypeError, "dropout_seed='x' must be an integer, or a key"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),

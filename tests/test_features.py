@@ -35,7 +35,6 @@ DENSE = {"segment_lengths": (64,), "dilation_rates": (1,), "is_causal": False}
 OF_REFERENCE = set(inspect.signature(dilated_attention_reference).parameters)
 
 FEATURES = {
-    "documents": {"documents": "sorted"},
     "documents in any order": {"documents": "mixed", "block_size": 4, "is_causal": False},
     "documents in blocks": {"documents": "sorted", "block_size": 4},
     "documents, gathered": {"documents": "sorted", "strategy": "all_gather"},
@@ -86,7 +85,7 @@ def check(mesh, arrays, arguments):
     assert_close(ring_results(arrays, mesh=mesh, **own), reference_results(arrays, **of_reference(arguments)))
 
 
-ON_ONE_DEVICE = ("documents in blocks", "union", "grouped", "dropout", "fewer queries", "more queries", "all")
+ON_ONE_DEVICE = ("documents in blocks", "grouped", "fewer queries", "all")
 
 
 @pytest.mark.parametrize(
@@ -138,14 +137,14 @@ options = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 @in_any_combination
-@settings(max_examples=10, derandomize=True, **options)
+@settings(max_examples=8, derandomize=True, **options)
 def test_features_compose(call):
     check_combination(call)
 
 
 @pytest.mark.slow
 @in_any_combination
-@settings(max_examples=200, **options)
+@settings(max_examples=100, **options)
 def test_features_compose_in_many_ways(call):
     check_combination(call)
 
@@ -173,7 +172,7 @@ def test_numbers_are_global_on_a_mesh(kind, choices):
     )
     function = with_gradients(loss(ring_dilated_attention, block_size=4, **arguments))
     assert_close(jax.device_get(jax.jit(function)(*map(put, arrays))), expected)
-    if kind == AxisType.Auto:  # the same with all axes named: then they are mapped over
+    if kind == AxisType.Auto and "heads" in choices:  # the same with all axes named: then they are mapped over
         named = with_gradients(
             loss(ring_dilated_attention, mesh=mesh, spec=P("data", "seq", "tensor"), block_size=4, **arguments)
         )
@@ -312,7 +311,9 @@ def test_dropout_draws_are_independent():
 
 def test_seeds():
     """An integer, an array of one, and a key of jax.random, typed or not."""
-    np.testing.assert_array_equal(dropped(5), dropped(jnp.int32(5)))
+    for same in (np.int32(5), jnp.int32(5), jnp.uint8(5)):
+        np.testing.assert_array_equal(dropped(5), dropped(same))
+    np.testing.assert_array_equal(dropped(2**40 + 5), dropped(jnp.int64(2**40 + 5)))
     key = jax.random.key(5)
     np.testing.assert_array_equal(dropped(key), dropped(jax.random.key_data(key)))
     assert (dropped(key) != dropped(jax.random.key(6))).any()
