@@ -272,16 +272,16 @@ def make_schedule(
     key_length = length if key_length is None else key_length
     shard_length, key_shard_length = -(-length // num_shards), -(-key_length // num_shards)
     is_general = query_offset > 0 or length != key_length
-    # A head that runs one branch has no pairs of others.
     is_union = pattern.merge == "union" and pattern.heads == "all"
-    # Beyond the sequence, the heads and the branches, larger numbers change nothing; clipping keeps them in 32 bits.
+    # Beyond the sequence, the heads and the branches, larger numbers change nothing: segments that hold all tokens hold the padding.
     stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
+    end = max(query_offset + length, key_length)
     most = max(stop, num_kv_heads, len(pattern.segment_lengths))
     branches: list[BranchSchedule] = []
     for number, (segment_length, dilation_rate) in enumerate(pattern.branches):
         rate = min(dilation_rate, most)
         branch = BranchSchedule(
-            segment_length=min(segment_length, max(stop, rate)),
+            segment_length=max(stop, rate) if segment_length >= end else segment_length,
             dilation_rate=rate,
             length=length,
             shard_length=shard_length,
