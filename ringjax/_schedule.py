@@ -273,7 +273,7 @@ def make_schedule(
     shard_length, key_shard_length = -(-length // num_shards), -(-key_length // num_shards)
     is_general = query_offset > 0 or length != key_length
     is_union = pattern.merge == "union" and pattern.heads == "all"
-    # Beyond the sequence, the heads and the branches, larger numbers change nothing: segments that hold all tokens hold the padding.
+    # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
     stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
     end = max(query_offset + length, key_length)
     most = max(stop, num_kv_heads, len(pattern.segment_lengths))
