@@ -21,6 +21,7 @@ PATTERNS = {
     "straddling": (40, (7, 15), (2, 1)),
     "short last segment": (37, (10, 1000), (1, 3)),
     "uncovered rows": (32, (8, 16), (2, 4)),
+    "padding in the segment": (7, (7,), (2,)),
 }
 HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)}
 

@@ -51,6 +51,7 @@ FEATURES = {
     "offset": {"query_offset": 5},
     "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11},
     "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
+    "one query": {"length": 1, "key_length": 7, "segment_lengths": (7,), "dilation_rates": (2,)},
     "cross-attention": {"length": 16, "key_length": 24, **DENSE},
     "all": {
         "length": 23,
