@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.programs import loop_permutes, permutes
 from benchmarks.timing import save
-from ringjax import DilatedPattern, ring_dilated_attention
+from ringjax import DilatedPattern, make_mesh, ring_dilated_attention
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes
 from ringjax._plan import choose_block_size
 from ringjax._schedule import make_schedule
@@ -30,7 +30,12 @@ LENGTH = 8 * TOKENS
 DENSE = (LENGTH,), (1,)
 PATTERN = (2048, 16384, LENGTH), (1, 4, 16)
 LONGNET = (8192, 16384, 32768, 65536, 131072), (1, 2, 4, 8, 16)
-TOPOLOGIES = {"8 H100s": ("h100", "1x1x8"), "4 x 8 H100s": ("h100", "1x4x8"), "v5e:2x4": ("v5e", "2x4")}
+TOPOLOGIES = {
+    "8 H100s": ("h100", "1x1x8"),
+    "4 x 8 H100s": ("h100", "1x4x8"),
+    "v5e:2x4": ("v5e", "2x4"),
+    "v5e:4x8": ("v5e", "4x8"),
+}
 # All of several permutes overlap: the compiler's own limit is one at a time.
 OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
 
@@ -57,10 +62,12 @@ def compile_for(
     is_causal: bool = True,
     implementation: Any = "xla",
     heads: int = HEADS,
+    in_natural_order: bool = False,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
     kind, topology = TOPOLOGIES[name]
-    mesh = Mesh(np.array(devices(kind, topology)[:count]), ("seq",))
+    ring = devices(kind, topology)[:count]
+    mesh = Mesh(np.array(ring), ("seq",)) if in_natural_order else make_mesh((len(ring),), ("seq",), devices=ring)
     shape = (1, length, heads, WIDTH)
     array = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
 
@@ -119,12 +126,14 @@ def measure() -> list[dict[str, Any]]:
     long = compile_for("8 H100s", True, count=1, length=2**20, pattern=LONGNET, implementation="cudnn", heads=16)
     add("peak GiB", "1 H100, gradient, LongNet, 2^20 tokens", long.memory_analysis().peak_memory_in_bytes / 2**30)
     add("peak bytes, 8 devices over 2", "H100s, gradient, dense", peak() / 4 / peak(count=2))
-    for name in TOPOLOGIES:
-        length = TOKENS * (32 if name.startswith("4 x") else 8)
+    for name, topology in TOPOLOGIES.items():
+        length = TOKENS * len(devices(*topology))
         for gradient in (False, True):
             hidden = loop_permutes(compile_for(name, gradient, length=length, pattern=((length,), (1,))).as_text())
             program = f"{name}, {'gradient' if gradient else 'forward'}"
             add("permutes in loops that overlap", program, np.mean(hidden))
+    hidden = loop_permutes(compile_for("v5e:4x8", True, in_natural_order=True).as_text())
+    add("permutes in loops that overlap", "v5e:4x8, gradient, devices in natural order", np.mean(hidden))
     return rows
 
 

@@ -3,6 +3,7 @@
 from ringjax import linen
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
+from ringjax._device_order import make_mesh
 from ringjax._pattern import DilatedPattern
 from ringjax._reference import dilated_attention_reference
 from ringjax.nn import RingDilatedAttention
@@ -13,5 +14,6 @@ __all__ = [
     "attention_fn",
     "dilated_attention_reference",
     "linen",
+    "make_mesh",
     "ring_dilated_attention",
 ]

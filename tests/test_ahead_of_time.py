@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.ahead_of_time import HEADS, PATTERN, TOKENS, TOPOLOGIES, WIDTH, compile_for, devices, peak, sent
 from benchmarks.programs import array_sizes, loop_permutes
-from ringjax import ring_dilated_attention
+from ringjax import make_mesh, ring_dilated_attention
 
 pytestmark = pytest.mark.aot
 
@@ -32,7 +32,7 @@ NOT_OVERLAPPING = {
     [*((name, "xla") for name in TOPOLOGIES), ("8 H100s", "cudnn"), ("4 x 8 H100s", "cudnn")],
 )
 def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation, gradient):
-    length = TOKENS * (32 if name.startswith("4 x") else 8)
+    length = TOKENS * len(devices(*TOPOLOGIES[name]))
     pattern = (length,), (1,)
     text = compile_for(name, gradient, length=length, pattern=pattern, implementation=implementation).as_text()
     assert ("__cudnn" in text) == (implementation == "cudnn")
@@ -48,6 +48,31 @@ def test_permutes_that_do_not_overlap_are_seen(name):
     permutes = loop_permutes(compile_for(name, True, options=NOT_OVERLAPPING[name]).as_text())
     assert permutes
     assert not all(permutes)
+
+
+def test_permutes_of_a_ring_in_natural_order_do_not_overlap():
+    """Where its hops are not to neighbours in the grid: what `make_mesh` is for."""
+    permutes = loop_permutes(compile_for("v5e:4x8", True, in_natural_order=True).as_text())
+    assert permutes
+    assert not any(permutes)
+
+
+def test_rings_beside_other_axes_overlap():
+    """Each ring walks round a box of the grid, whatever other axes there are."""
+    names = ("data", "tensor", "seq")
+    mesh = make_mesh((2, 2, 8), names, (AxisType.Auto,) * 3, devices=devices("v5e", "4x8"))
+    sharding = NamedSharding(mesh, P("data", "seq", "tensor"))
+    array = jax.ShapeDtypeStruct((2, 8 * TOKENS, 2 * HEADS, WIDTH), jnp.bfloat16, sharding=sharding)
+    attend = lambda *arrays: ring_dilated_attention(
+        *arrays, segment_lengths=(8 * TOKENS,), dilation_rates=(1,), is_causal=True, mesh=mesh
+    )
+    results = lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0])
+    with jax.enable_x64(False):
+        text = jax.jit(results).lower(array, array, array).compile().as_text()
+    permutes = loop_permutes(text)
+    assert permutes
+    assert all(permutes)
+    assert "all-gather" not in text
 
 
 def test_memory_of_the_gradient():

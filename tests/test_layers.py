@@ -35,14 +35,15 @@ ALLOWED = {
     "_cache": {"_mesh", "_pattern"},
     "_decode": {"_block", "_cache", "_mesh", "_pattern"},
     "_rotary": set(),
+    "_device_order": set(),
     "_heads": {"_attention", "_block", "_cache", "_decode", "_mesh", "_pattern", "_rotary"},
     "nn": {"_attention", "_cache", "_heads", "_implementation", "_pattern"},
     "linen": {"_attention", "_cache", "_heads", "_implementation", "_pattern"},
-    "__init__": {"_attention", "_attention_fn", "_pattern", "_reference", "linen", "nn"},
+    "__init__": {"_attention", "_attention_fn", "_device_order", "_pattern", "_reference", "linen", "nn"},
 }
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_pattern", "_schedule", "_cost"}
-WITH_AXES = {"_mesh", "_plan", "_heads", "_cache"}
+WITH_AXES = {"_device_order", "_mesh", "_plan", "_heads", "_cache"}
 
 
 def imports(path: Path) -> set[str]:
