@@ -224,7 +224,7 @@ class BranchSchedule:
 
     @property
     def _is_one_segment(self) -> bool:
-        return self.segment_length >= self.first_token + min(self.ring_size * self.shard_length, self.length)
+        return self.segment_length >= self.first_token + self.ring_size * self.shard_length
 
     @property
     def is_balanced(self) -> bool:

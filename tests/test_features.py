@@ -49,6 +49,7 @@ FEATURES = {
     "dropout": {"dropout_rate": 0.4, "dropout_seed": 2**40 + 3, "block_size": 4},
     "broadcast dropout": {"dropout_rate": 0.4, "dropout_seed": 3, "broadcast_dropout": True},
     "offset": {"query_offset": 5},
+    "far queries": {"length": 30, "query_offset": 40, "segment_lengths": (31,), "dilation_rates": (2,)},
     "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11},
     "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
     "one query": {"length": 1, "key_length": 7, "segment_lengths": (7,), "dilation_rates": (2,)},
