@@ -1,15 +1,23 @@
 """A causal language model over bytes: pre-norm blocks, ring dilated attention, tied embeddings."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax.sharding import PartitionSpec as P
 
 import ringjax
 
 NUM_BYTES = 256
+
+
+def sharded(*axes: str | None, initializer: nnx.Initializer = nnx.initializers.lecun_normal()) -> nnx.Initializer:
+    """Returns an initialiser of parameters that carry the mesh axes which their dimensions are sharded over."""
+    return nnx.with_partitioning(initializer, axes, eager_sharding=False)
 
 
 class Block(nnx.Module):
@@ -23,7 +31,9 @@ class Block(nnx.Module):
         dilation_rates: Sequence[int],
         dtype: Any,
         rngs: nnx.Rngs,
+        spec: P | None = None,
     ):
+        self.spec = spec
         self.attention_norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
         self.attention = ringjax.RingDilatedAttention(
             num_heads,
@@ -34,20 +44,39 @@ class Block(nnx.Module):
             rope_theta=10_000.0,
             use_bias=False,
             dtype=dtype,
+            kernel_init=sharded("fsdp", "tensor", None),
+            out_kernel_init=sharded("tensor", None, "fsdp"),
+            spec=None if spec is None else P(*spec, "tensor"),
             rngs=rngs,
         )
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, use_bias=False, dtype=dtype, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, use_bias=False, dtype=dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+        self.up = linear(width, 4 * width, kernel_init=sharded("fsdp", "tensor"))
+        self.down = linear(4 * width, width, kernel_init=sharded("tensor", "fsdp"))
 
     def __call__(self, hidden: jax.Array, **options: Any) -> jax.Array:
         """Maps hidden states [B, T, D] to hidden states [B, T, D]; the options are the attention's."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), **options)
-        return hidden + self.down(nnx.gelu(self.up(self.norm(hidden))))
+        hidden = lay(hidden + self.attention(self.attention_norm(hidden), **options), self.spec)
+        return lay(hidden + self.down(nnx.gelu(self.up(self.norm(hidden)))), self.spec)
+
+
+def lay(hidden: jax.Array, spec: P | None) -> jax.Array:
+    """Lays hidden states [B, T, D] on the mesh as their tokens are, so that the parameters come to them."""
+    return hidden if spec is None else jax.lax.with_sharding_constraint(hidden, spec)
+
+
+def promote_and_gather(arrays: tuple[jax.Array, ...], **options: Any) -> tuple[jax.Array, ...]:
+    """Gathers the table of embeddings to be read: the compiler would move its rows to the tokens that read them."""
+    *others, table = promote_dtype(arrays, **options)
+    return *others, lay(table, P())
 
 
 class ByteModel(nnx.Module):
-    """Predicts each next byte from the bytes before it."""
+    """Predicts each next byte from the bytes before it.
+
+    Its parameters carry the mesh axes "fsdp" and "tensor" that they are sharded over; `spec` says over which axes
+    tokens [B, T] are.
+    """
 
     def __init__(
         self,
@@ -58,12 +87,21 @@ class ByteModel(nnx.Module):
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         dtype: Any,
+        spec: P | None = None,
         rngs: nnx.Rngs,
     ):
-        initializer = nnx.initializers.normal(0.02)
-        self.embedding = nnx.Embed(NUM_BYTES, width, embedding_init=initializer, dtype=dtype, rngs=rngs)
+        self.spec = spec
+        initializer = sharded(("fsdp", "tensor"), None, initializer=nnx.initializers.normal(0.02))
+        self.embedding = nnx.Embed(
+            NUM_BYTES,
+            width,
+            embedding_init=initializer,
+            promote_dtype=promote_dtype if spec is None else promote_and_gather,
+            dtype=dtype,
+            rngs=rngs,
+        )
         self.blocks = nnx.List(
-            Block(width, num_heads, segment_lengths, dilation_rates, dtype, rngs) for _ in range(num_layers)
+            Block(width, num_heads, segment_lengths, dilation_rates, dtype, rngs, spec) for _ in range(num_layers)
         )
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
 
@@ -72,7 +110,7 @@ class ByteModel(nnx.Module):
 
         The options are the attention's, such as `document_ids`, or `decode` and `prefill` after `init_cache`.
         """
-        hidden = self.embedding(tokens)  # [B, T, D]
+        hidden = lay(self.embedding(tokens), self.spec)  # [B, T, D]
         for block in self.blocks:
             hidden = block(hidden, **options)
         return self.embedding.attend(self.norm(hidden)).astype(jnp.float32)  # [B, T, 256]

@@ -3,246 +3,157 @@
 Whole files are packed into sequences as documents, which do not attend to each other.
 
 - `python examples/train_lm.py`: on 8 simulated devices, or the real ones, on the standard library's own source.
-- `python examples/train_lm.py --mesh data=2,seq=4`: on another mesh.
+- `python examples/train_lm.py --mesh data=2,seq=4`: on another mesh; the axes are data, fsdp, seq and tensor.
+- `python examples/train_lm.py --distributed`: as one of several processes; all of them see the same --out.
 - `python examples/train_lm.py --resume`: from the last checkpoint on.
 - `python examples/train_lm.py --sample "def main("`: continues a prompt with the last checkpoint.
+
+Wrong input ends it with exit code 2 before anything is compiled, a run that cannot go on with exit code 1.
 """
 
 import argparse
-import contextlib
-import csv
 import functools
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 from byte_model import ByteModel
-from corpus import PADDING, SEPARATOR, Corpus, bigram_bits, evaluation_batches, load_corpus, training_batch
+from checkpoints import Checkpoints, RunError
+from corpus import PADDING, SEPARATOR, Corpus, Rows, bigram_bits, evaluation_rows, load_corpus, pack, training_rows
+from distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
+from jax.sharding import Mesh, NamedSharding
+from metrics import COLUMNS, Metrics, Row, plot
 from tqdm import tqdm
+from training import State, Trainer, first_not_finite, make_trainer
 
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
-
-COLUMNS = ("step", "loss", "bits_per_byte", "tokens_per_second", "held_out_bits_per_byte")
-
-
-class State(NamedTuple):
-    """What a checkpoint holds: the parameters and the optimizer's state; the step is the checkpoint's number."""
-
-    params: Any
-    opt_state: Any
+# What a run may not change when it is resumed: the model, and which batch each step takes.
+MODEL = ("width", "layers", "heads", "segment_lengths", "dilation_rates")
+DATA = ("seed", "batch_size", "sequence_length")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    integers = lambda text: tuple(int(part) for part in text.split(","))
-    parser.add_argument("--data", metavar="FILE_OR_FOLDER", help="the text; default: the standard library's source")
-    parser.add_argument("--mesh", type=parse_mesh, help="mesh axes, such as data=2,seq=4; default: all devices, seq=8")
-    parser.add_argument("--sequence-length", type=int, default=8192, help="bytes in a sequence")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences in a step")
-    parser.add_argument("--steps", type=int, default=300, help="steps of training")
-    parser.add_argument("--learning-rate", type=float, default=0.02, help="the peak; it warms up and then decays")
-    parser.add_argument("--width", type=int, default=128, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--segment-lengths", type=integers, default=(512, 2048, 8192), help="of the pattern's branches")
-    parser.add_argument("--dilation-rates", type=integers, default=(1, 4, 16), help="of the pattern's branches")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order of the data")
-    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--evaluation-batches", type=int, default=16, help="batches of held-out text in an evaluation")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
-    parser.add_argument("--sample", metavar="PROMPT", help="continue a prompt instead of training")
-    parser.add_argument("--sample-bytes", type=int, default=256, help="bytes of the continuation")
+    add = parser.add_argument
+    add("--data", metavar="FILE_OR_FOLDER", help="the text; default: the standard library's source")
+    add("--mesh", type=parse_mesh, help="mesh axes, such as data=2,fsdp=2,seq=4; default: all devices, seq=8")
+    add("--sequence-length", type=positive, default=8192, help="bytes in a sequence")
+    add("--batch-size", type=positive, default=1, help="sequences in a step")
+    add("--steps", type=positive, default=300, help="steps of training")
+    add("--learning-rate", type=float, default=0.02, help="the peak; it warms up and then decays")
+    add("--width", type=positive, default=128, help="width of the model")
+    add("--layers", type=positive, default=4, help="layers of the model")
+    add("--heads", type=positive, default=4, help="attention heads")
+    add("--segment-lengths", type=integers, default=(512, 2048, 8192), help="of the pattern's branches")
+    add("--dilation-rates", type=integers, default=(1, 4, 16), help="of the pattern's branches")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
+    add("--seed", type=int, default=0, help="of the parameters and the order of the data")
+    add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
+    add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
+    add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
+    add("--debug-nans", action="store_true", help="stop at the first tensor with a NaN or an infinity, and name it")
+    add("--resume", type=positive, nargs="?", const=0, metavar="STEP", help="continue from the last checkpoint, or one")
+    add("--sample", metavar="PROMPT", help="continue a prompt instead of training")
+    add("--sample-bytes", type=positive, default=256, help="bytes of the continuation")
+    add("--distributed", action="store_true", help="join the other processes of a cluster")
+    variable = lambda name: os.environ.get(f"JAX_{name}")
+    add("--coordinator", default=variable("COORDINATOR_ADDRESS"), metavar="HOST:PORT", help="of process 0")
+    add("--num-processes", type=positive, default=variable("NUM_PROCESSES"), help="the number of processes")
+    add("--process-index", type=int, default=variable("PROCESS_ID"), help="the number of this process, from 0 on")
+    add("--peer-timeout", type=positive, default=20, help="seconds without a sign of life of a process until all end")
     return parser.parse_args(argv)
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Parses mesh axes such as "data=2,seq=4"; both axes are there, with size 1 if not named."""
-    sizes = {"data": 1, "seq": 1}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is no mesh axis: write data=N or seq=N, joined by a comma")
-        sizes[name] = int(size)
-    return sizes
+def positive(text: str) -> int:
+    """Parses a positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
 
 
-def make_mesh(sizes: dict[str, int] | None) -> Mesh:
-    """Makes the mesh; CPU devices are simulated, as many as it takes."""
-    wanted = math.prod(sizes.values()) if sizes else 8
-    with contextlib.suppress(RuntimeError):  # raised if the devices exist already
-        jax.config.update("jax_num_cpu_devices", wanted)
-    if sizes is None:
-        sizes = {"data": 1, "seq": 8 if jax.default_backend() == "cpu" else jax.device_count()}
-    wanted = math.prod(sizes.values())
-    if wanted > jax.device_count():
-        raise ValueError(f"--mesh {sizes} asks for {wanted} devices, but there are {jax.device_count()}: ask for fewer")
-    devices = jax.devices()[:wanted]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+def integers(text: str) -> tuple[int, ...]:
+    """Parses numbers that are joined by commas."""
+    return tuple(positive(part) for part in text.split(","))
 
 
-def make_model(arguments: argparse.Namespace) -> tuple[Any, Any, optax.GradientTransformation]:
-    """Returns the model's definition, its parameters and the optimizer."""
-    model = ByteModel(
-        width=arguments.width,
-        num_layers=arguments.layers,
-        num_heads=arguments.heads,
-        segment_lengths=arguments.segment_lengths,
-        dilation_rates=arguments.dilation_rates,
-        dtype=jnp.dtype(arguments.dtype),
-        rngs=nnx.Rngs(arguments.seed),
-    )
-    warmup = max(1, arguments.steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0, arguments.learning_rate, warmup, max(arguments.steps, warmup + 1), arguments.learning_rate / 20
-    )
-    optimizer = optax.contrib.muon(schedule, adam_b2=0.98, muon_weight_dimension_numbers=matrices)
-    return *nnx.split(model), optimizer
-
-
-def matrices(params: Any) -> Any:
-    """Says which axes of each kernel are its inputs and its outputs; Muon leaves the rest, None, to Adam."""
-
-    def axes(path: Any, array: jax.Array) -> MuonDimensionNumbers | None:
-        name = jax.tree_util.keystr(path)
-        if array.ndim < 2 or "'embedding'" in name:
-            return None
-        if array.ndim == 2:
-            return MuonDimensionNumbers(0, 1)
-        return MuonDimensionNumbers((0, 1), 2) if "'out'" in name else MuonDimensionNumbers(0, (1, 2))
-
-    return jax.tree_util.tree_map_with_path(axes, params)
-
-
-def make_steps(definition: Any, optimizer: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:
-    """Returns the compiled functions: a training step, and the loss in nats per byte."""
-
-    def loss_of(params: Any, inputs: jax.Array, targets: jax.Array, document_ids: jax.Array) -> jax.Array:
-        logits = nnx.merge(definition, params)(inputs, document_ids=document_ids)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return losses.mean(where=document_ids != PADDING)
-
-    def train(state: State, *batch: jax.Array) -> tuple[State, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_of)(state.params, *batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return State(optax.apply_updates(state.params, updates), opt_state), loss
-
-    return jax.jit(train, donate_argnums=0), jax.jit(loss_of)
-
-
-def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[dict[str, float]]:
+def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row]:
     """Trains, with checkpoints, metrics and a progress bar, and returns the metrics of each step."""
-    shape = (arguments.batch_size, arguments.sequence_length)
-    held_out = list(evaluation_batches(corpus.held_out, shape, arguments.evaluation_batches))
-    bigram = bigram_bits(corpus.train, held_out)
-    sharding = NamedSharding(mesh, P("data", "seq"))
-    put = lambda batch: [jax.device_put(array, sharding) for array in batch]
-
-    definition, params, optimizer = make_model(arguments)
-    state = jax.device_put(State(params, optimizer.init(params)), NamedSharding(mesh, P()))
-    train_step, loss_of = make_steps(definition, optimizer)
-    sizes = [np.sum(batch.document_ids != PADDING) for batch in held_out]
-    mean = functools.partial(np.average, weights=sizes)
-    evaluate = lambda state: mean([loss_of(state.params, *put(batch)) for batch in held_out]) / math.log(2)
-
-    rows: list[dict[str, float]] = []
-    with open_checkpoints(arguments) as checkpoints:
-        first = 0
-        if arguments.resume:
-            first, state = restore(checkpoints, state)
-            rows = read_metrics(arguments.out / "metrics.csv", first)
-        elif checkpoints.latest_step() is not None:
-            raise ValueError(f"{arguments.out} holds a run: continue it with --resume, or choose another --out")
-        progress = tqdm(range(first, arguments.steps), initial=first, total=arguments.steps, unit="step")
-        for step in progress:
+    shape = arguments.batch_size, arguments.sequence_length
+    load = functools.partial(load_batch, mesh, shape)
+    held_out = evaluation_rows(corpus.held_out, shape, arguments.evaluation_batches)
+    is_first = jax.process_index() == 0  # this process alone writes metrics; all write checkpoints
+    with open_checkpoints(arguments, corpus) as checkpoints:
+        trainer = make_trainer(arguments, mesh)
+        state = restore(checkpoints, trainer) if checkpoints.step else trainer.init()
+        evaluate = make_evaluation(trainer, [load(rows) for rows in held_out])
+        metrics = Metrics(arguments.out / "metrics.csv" if is_first else None, checkpoints.step)
+        steps = range(checkpoints.step, arguments.steps)
+        for step in (progress := tqdm(steps, initial=steps.start, total=steps.stop, unit="step", disable=not is_first)):
             begin = time.perf_counter()
-            state, loss = train_step(state, *put(training_batch(corpus.train, step, arguments.seed, shape)))
+            state, loss, finite = trainer.step(state, *load(training_rows(corpus.train, step, arguments.seed, shape)))
             loss = float(loss)
             speed = math.prod(shape) / (time.perf_counter() - begin)
-            row = dict.fromkeys(COLUMNS, math.nan) | {"step": step + 1, "loss": loss}
-            row |= {"bits_per_byte": loss / math.log(2), "tokens_per_second": speed}
-            is_last = step + 1 == arguments.steps
-            if is_last or (step + 1) % arguments.checkpoint_every == 0:
+            if name := first_not_finite(finite):
+                raise RunError(checkpoints.lost(f"step {step + 1}: {name} is not finite"))
+            row = dict.fromkeys(COLUMNS, math.nan) | {"step": step + 1, "loss": loss, "tokens_per_second": speed}
+            row["bits_per_byte"] = loss / math.log(2)
+            is_due = step + 1 == arguments.steps or (step + 1) % arguments.checkpoint_every == 0
+            if is_due:
                 row["held_out_bits_per_byte"] = evaluate(state)
-                checkpoints.save(step + 1, args=ocp.args.StandardSave(state._asdict()))
-            rows.append(row)
-            write_metrics(arguments.out / "metrics.csv", rows)
+            metrics.add(row)
+            if is_due:
+                checkpoints.save(step + 1, state._asdict())
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
-        checkpoints.wait_until_finished()
-    plot(arguments.out / "loss.png", rows, bigram)
-    if rows:
-        print(f"held-out bits per byte: bigram {bigram:.3f}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
-    return rows
+        checkpoints.wait()
+    if is_first and metrics.rows:
+        bigram = bigram_bits(corpus.train, [pack(rows, shape[1]) for rows in held_out])
+        plot(arguments.out / "loss.png", metrics.rows, bigram)
+        print(f"held-out bits per byte: bigram {bigram:.3f}, model {metrics.rows[-1]['held_out_bits_per_byte']:.3f}")
+    return metrics.rows
 
 
-def open_checkpoints(arguments: argparse.Namespace) -> ocp.CheckpointManager:
-    """Opens the run's checkpoints, of which the last two are kept."""
-    folder = (arguments.out / "checkpoints").absolute()
-    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array]:
+    """Returns the arrays of a batch, of which each process reads only what its devices hold."""
+    batch = pack(rows, shape[1], local_region(mesh, shape))
+    sharding = NamedSharding(mesh, TOKENS)
+    return [jax.make_array_from_process_local_data(sharding, array, shape) for array in batch]
 
 
-def restore(checkpoints: ocp.CheckpointManager, state: State) -> tuple[int, State]:
-    """Returns the number of steps of the last checkpoint, and its state laid out as the given one is."""
-    step = checkpoints.latest_step()
-    if step is None:
-        raise ValueError(f"there is no checkpoint in {checkpoints.directory}: train first, or correct --out")
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
-    return step, State(**checkpoints.restore(step, args=ocp.args.StandardRestore(abstract)))
+def make_evaluation(trainer: Trainer, batches: list[list[jax.Array]]) -> Callable[[State], float]:
+    """Returns a function that gives the bits per byte of these batches."""
+    sizes = [int(jnp.sum(batch[-1] != PADDING)) for batch in batches]
+    mean = functools.partial(np.average, weights=sizes)
+    return lambda state: float(mean([trainer.loss(state.params, *batch) for batch in batches])) / math.log(2)
 
 
-def write_metrics(path: Path, rows: list[dict[str, float]]) -> None:
-    """Writes the metrics of all steps as CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)  # pyright: ignore[reportArgumentType]
+def open_checkpoints(arguments: argparse.Namespace, corpus: Corpus | None = None) -> Checkpoints:
+    """Opens the run's checkpoints; one to sample from may be of any text, in any order."""
+    names = MODEL if corpus is None else (*MODEL, *DATA)
+    configuration = {name: getattr(arguments, name) for name in names} | ({"text": corpus.digest} if corpus else {})
+    configuration = {name: list(value) if isinstance(value, tuple) else value for name, value in configuration.items()}
+    resume = arguments.resume if arguments.sample is None else arguments.resume or 0
+    return Checkpoints(arguments.out / "checkpoints", configuration, resume)
 
 
-def read_metrics(path: Path, steps: int) -> list[dict[str, float]]:
-    """Reads the metrics of the first steps."""
-    with path.open(newline="") as file:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    return [row for row in rows if row["step"] <= steps]
-
-
-def plot(path: Path, rows: list[dict[str, float]], bigram: float) -> None:
-    """Draws the loss curve beside the bigram model's."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [row["step"] for row in rows]
-    axes.plot(steps, [row["bits_per_byte"] for row in rows], label="training", linewidth=1)
-    held_out = [(row["step"], row["held_out_bits_per_byte"]) for row in rows]
-    axes.plot(*zip(*[point for point in held_out if not math.isnan(point[1])], strict=True), "o-", label="held out")
-    axes.axhline(bigram, color="gray", linestyle="--", label="bigram table, held out")
-    axes.set(xlabel="step", ylabel="bits per byte")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def restore(checkpoints: Checkpoints, trainer: Trainer) -> State:
+    """Returns the state of the checkpoint to resume, on the mesh of the run."""
+    return State(**checkpoints.restore(trainer.abstract._asdict()))
 
 
 def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
     """Continues the prompt with the last checkpoint, at temperature 0.7."""
-    definition, params, optimizer = make_model(arguments)
-    state = jax.device_put(State(params, optimizer.init(params)), NamedSharding(mesh, P()))
     with open_checkpoints(arguments) as checkpoints:
-        _, state = restore(checkpoints, state)
+        trainer = make_trainer(arguments, mesh)
+        params = restore(checkpoints, trainer).params
     prompt = [SEPARATOR, *arguments.sample.encode()]
-    model = nnx.merge(definition, state.params)
+    model = nnx.merge(trainer.definition, params)
     model.init_cache(1, len(prompt) + arguments.sample_bytes)
 
     @nnx.jit(static_argnames="prefill")
@@ -256,20 +167,38 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
     return bytes([*prompt[1:], *sampled])
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
-    """Runs the program; wrong input ends it with exit code 2."""
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Checks all that can be checked without compiling, then trains or samples."""
+    if arguments.distributed:
+        if arguments.sample is not None:
+            raise ValueError("--sample runs in one process: leave --distributed out")
+        join(arguments.coordinator, arguments.num_processes, arguments.process_index, arguments.peer_timeout)
+    mesh = make_mesh(arguments.mesh, arguments.num_processes if arguments.distributed else None)
+    check_fits(
+        mesh,
+        {
+            "--sequence-length": (arguments.sequence_length, ("seq",)),
+            "--batch-size": (arguments.batch_size, ("data", "fsdp")),
+            "--heads": (arguments.heads, ("tensor",)),
+            "--width": (arguments.width, ("fsdp",)),
+        },
+    )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with jax.set_mesh(mesh):
+        if arguments.sample is not None:
+            print(sample(arguments, mesh).decode(errors="replace"))
+            return []
+        return train(arguments, mesh, load_corpus(arguments.data, arguments.sequence_length))
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the program; wrong input ends it with exit code 2, a run that cannot go on with 1."""
     arguments = parse_arguments(argv)
     try:
-        mesh = make_mesh(arguments.mesh)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with jax.set_mesh(mesh):
-            if arguments.sample is not None:
-                print(sample(arguments, mesh).decode(errors="replace"))
-                return []
-            return train(arguments, mesh, load_corpus(arguments.data, arguments.sequence_length))
-    except (ValueError, OSError) as error:
+        return run(arguments)
+    except (ValueError, OSError, RunError) as error:
         print(f"train_lm.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(1 if isinstance(error, RunError) else 2) from error
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ class RingDilatedAttention(linen.Module):
     param_dtype: Any = jnp.float32
     use_bias: bool = True
     kernel_init: Any = linen.initializers.lecun_normal()
+    out_kernel_init: Any = None
     bias_init: Any = linen.initializers.zeros_init()
+    out_bias_init: Any = None
     mesh: Any = None
     axis_name: str = "seq"
     spec: Any = None
@@ -85,18 +87,14 @@ class RingDilatedAttention(linen.Module):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         settings = self._settings(inputs_q.shape[-1])
         dense = functools.partial(
-            linen.DenseGeneral,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            use_bias=self.use_bias,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
+            linen.DenseGeneral, dtype=self.dtype, param_dtype=self.param_dtype, use_bias=self.use_bias
         )
+        of_heads = functools.partial(dense, kernel_init=self.kernel_init, bias_init=self.bias_init)
         key_shape = settings.num_kv_heads, settings.head_dim
         heads = (
-            dense((self.num_heads, settings.head_dim), name="query")(inputs_q),
-            dense(key_shape, name="key")(inputs_k),
-            dense(key_shape, name="value")(inputs_v),
+            of_heads((self.num_heads, settings.head_dim), name="query")(inputs_q),
+            of_heads(key_shape, name="key")(inputs_k),
+            of_heads(key_shape, name="value")(inputs_v),
         )  # [..., T, N, H], [..., S, K, H]
         seed = self._dropout_seed(deterministic)
         if self.decode:
@@ -105,7 +103,14 @@ class RingDilatedAttention(linen.Module):
         else:
             attended = settings.attend(*heads, document_ids, query_offset, seed)
         dot_general = functools.partial(jax.lax.dot_general, out_sharding=output_sharding(inputs_q))
-        out = dense(self.out_features or inputs_q.shape[-1], axis=(-2, -1), dot_general=dot_general, name="out")
+        out = dense(
+            self.out_features or inputs_q.shape[-1],
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            dot_general=dot_general,
+            name="out",
+        )
         return out(attended)  # [..., T, E]
 
     def _settings(self, in_features: int) -> Settings:

@@ -46,8 +46,11 @@ class RingDilatedAttention(nnx.Module):
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
-      kernel_init: initialises the kernels.
-      bias_init: initialises the biases.
+      kernel_init: initialises the kernels of queries, keys and values [D, N, H]; as in Flax, one made by
+        `nnx.with_partitioning` gives them the metadata by which they are sharded.
+      out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
+      bias_init: initialises the biases [N, H] of queries, keys and values.
+      out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
@@ -92,7 +95,9 @@ class RingDilatedAttention(nnx.Module):
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
         kernel_init: nnx.Initializer = initializers.lecun_normal(),
+        out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = initializers.zeros_init(),
+        out_bias_init: nnx.Initializer | None = None,
         mesh: Any = None,
         axis_name: str = "seq",
         spec: Any = None,
@@ -130,14 +135,19 @@ class RingDilatedAttention(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
             use_bias=use_bias,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
             rngs=rngs,
         )
-        self.query = linear(in_features, (num_heads, settings.head_dim))
-        self.key = linear(in_features, (settings.num_kv_heads, settings.head_dim))
-        self.value = linear(in_features, (settings.num_kv_heads, settings.head_dim))
-        self.out = linear((num_heads, settings.head_dim), self.out_features, axis=(-2, -1))
+        of_heads = functools.partial(linear, kernel_init=kernel_init, bias_init=bias_init)
+        self.query = of_heads(in_features, (num_heads, settings.head_dim))
+        self.key = of_heads(in_features, (settings.num_kv_heads, settings.head_dim))
+        self.value = of_heads(in_features, (settings.num_kv_heads, settings.head_dim))
+        self.out = linear(
+            (num_heads, settings.head_dim),
+            self.out_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+        )
 
     def __call__(
         self,

@@ -1,0 +1,118 @@
+"""The processes of a run, their mesh, and the part of an array that each of them holds."""
+
+import argparse
+import contextlib
+import math
+import os
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ringjax
+
+AXES = ("data", "fsdp", "seq", "tensor")
+TOKENS = P(("data", "fsdp"), "seq")  # how tokens [B, T] lie on the mesh
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Parses mesh axes such as "data=2,seq=4", in their order; those that are not named come first, with size 1."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no mesh axis: write NAME=SIZE with a name of {AXES}, once each"
+            )
+        sizes[name] = int(size)
+    return {name: 1 for name in AXES if name not in sizes} | sizes
+
+
+def join(coordinator: str | None, num_processes: int | None, process_index: int | None, timeout: int) -> None:
+    """Joins the other processes of a run, as the arguments say, or else the cluster's scheduler.
+
+    If one of them dies, the runtime ends the others after `timeout` seconds.
+
+    Raises:
+      ValueError: if neither says who they are.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_index,
+            heartbeat_timeout_seconds=timeout,
+            shutdown_timeout_seconds=timeout,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"--distributed could not join the other processes ({error}): under SLURM, Kubernetes, Open MPI or on a "
+            "TPU they are found, elsewhere give --coordinator HOST:PORT, --num-processes and --process-index"
+        ) from error
+
+
+def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) -> Mesh:
+    """Makes the mesh; CPU devices are simulated, as many as it takes, an equal part of them in each process.
+
+    Raises:
+      ValueError: if it does not fit the devices or the processes.
+    """
+    wanted = math.prod(sizes.values()) if sizes else 8
+    if wanted % (num_processes or 1):
+        raise ValueError(f"--mesh {_text(sizes)} has {wanted} devices, which {num_processes} processes cannot share")
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        with contextlib.suppress(RuntimeError):  # raised if the devices exist already
+            jax.config.update("jax_num_cpu_devices", wanted // (num_processes or 1))
+    count = jax.device_count()
+    if sizes is None:
+        sizes = dict.fromkeys(AXES, 1) | {"seq": min(count, 8) if jax.default_backend() == "cpu" else count}
+        wanted = sizes["seq"]
+    if wanted > count:
+        raise ValueError(f"--mesh {_text(sizes)} asks for {wanted} devices, but there are {count}: ask for fewer")
+    if wanted < count and jax.process_count() > 1:
+        raise ValueError(
+            f"--mesh {_text(sizes)} asks for {wanted} of {count} devices, but all of several processes must take part: "
+            "ask for all, or start fewer"
+        )
+    return ringjax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+
+
+def check_fits(mesh: Mesh, sizes: dict[str, tuple[int, tuple[str, ...]]]) -> None:
+    """Checks that what is cut over axes divides: to each flag its value and the axes.
+
+    Raises:
+      ValueError: naming the flag, its value and the remedy.
+    """
+    for flag, (value, axes) in sizes.items():
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        if value % shards:
+            raise ValueError(
+                f"{flag} {value} does not divide over {' x '.join(axes)}, {shards} devices: make it a multiple of "
+                f"{shards}, or choose another --mesh"
+            )
+
+
+def local_region(mesh: Mesh, shape: tuple[int, int]) -> tuple[slice, slice]:
+    """Returns the rows and the tokens of a batch [B, T] that this process's devices hold.
+
+    Raises:
+      ValueError: if these are not a box.
+    """
+    indices = NamedSharding(mesh, TOKENS).addressable_devices_indices_map(shape).values()
+    bounds = {
+        tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)) for index in indices if index
+    }
+    low, high = (
+        [limit([bound[axis][end] for bound in bounds]) for axis in (0, 1)] for end, limit in ((0, min), (1, max))
+    )
+    held = sum((rows[1] - rows[0]) * (tokens[1] - tokens[0]) for rows, tokens in bounds)
+    if held != (high[0] - low[0]) * (high[1] - low[1]):
+        raise ValueError(
+            f"the devices of process {jax.process_index()} hold no single box of a batch: name the axes of --mesh in "
+            "another order"
+        )
+    return slice(low[0], high[0]), slice(low[1], high[1])
+
+
+def _text(sizes: dict[str, int] | None) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items()) if sizes else "seq=8"

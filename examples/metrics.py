@@ -1,0 +1,62 @@
+"""The metrics of a run: a line of CSV for each step, and their plot."""
+
+import csv
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+COLUMNS = ("step", "loss", "bits_per_byte", "tokens_per_second", "held_out_bits_per_byte")
+
+Row = dict[str, float]
+
+
+class Metrics:
+    """The lines of a file, to which each step adds one; without a path they are not written.
+
+    A run that was killed may have left lines of steps after its checkpoint, the last of them cut: these go.
+    """
+
+    def __init__(self, path: Path | None, steps: int) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        if path is None:
+            return
+        self.rows = [row for row in _read(path) if row["step"] <= steps] if steps else []
+        whole = path.with_suffix(".new")
+        with whole.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(self.rows)  # pyright: ignore[reportArgumentType]
+        whole.replace(path)
+
+    def add(self, row: Row) -> None:
+        """Adds the line of a step."""
+        self.rows.append(row)
+        if self.path is None:
+            return
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)  # pyright: ignore[reportArgumentType]
+
+
+def _read(path: Path) -> list[Row]:
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+
+
+def plot(path: Path, rows: list[Row], bigram: float) -> None:
+    """Draws the loss curve beside the bigram model's."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, [row["bits_per_byte"] for row in rows], label="training", linewidth=1)
+    held_out = [(row["step"], row["held_out_bits_per_byte"]) for row in rows]
+    axes.plot(*zip(*[point for point in held_out if not math.isnan(point[1])], strict=True), "o-", label="held out")
+    axes.axhline(bigram, color="gray", linestyle="--", label="bigram table, held out")
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
