@@ -1,5 +1,9 @@
 """The checkpoints of a run: whole or not there at all, and of the run's own configuration."""
 
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +26,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, configuration: dict[str, Any], resume: int | None, keep: int = 2) -> None:
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's threads print in full what is reported here
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
         self.configuration = configuration
@@ -33,7 +38,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.manager.close()
+        with contextlib.suppress(*[Exception] if error else []):  # the first error is the one to report
+            self.manager.close()
 
     def _find(self, resume: int | None) -> int:
         steps, folder = sorted(self.manager.all_steps()), self.manager.directory
@@ -64,10 +70,10 @@ class Checkpoints:
 
     def restore(self, abstract: dict[str, Any]) -> dict[str, Any]:
         """Returns the arrays of the checkpoint to resume, laid out as the abstract ones say, and removes later ones."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         try:
-            restored = self.manager.restore(
-                self.step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-            )
+            with _one_error():
+                restored = self.manager.restore(self.step, args=args)
         except Exception as error:
             raise self._unreadable(self.step, error) from error
         for step in self.manager.all_steps():
@@ -101,7 +107,8 @@ class Checkpoints:
 
     def lost(self, reason: str) -> str:
         """Says what is lost and how to go on."""
-        steps = self.manager.all_steps(read=True)
+        self.manager.reload()
+        steps = self.manager.all_steps()
         rest = f"the last whole checkpoint is of step {max(steps)}: go on with --resume" if steps else "start again"
         return f"{reason}; {rest} when the cause is gone, such as a full disk in {self.manager.directory}"
 
@@ -112,6 +119,18 @@ class Checkpoints:
             f"checkpoint {step} in {self.manager.directory} is damaged, or not this program's ({_first_line(error)}): "
             + remedy
         )
+
+
+@contextlib.contextmanager
+def _one_error() -> Iterator[None]:
+    """Keeps quiet the readers of the other arrays, of which each prints an error when one has failed."""
+    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = lambda late: None if "loop is closed" in str(late.exc_value) else hook(late)
+    yield  # after an error they may be heard later: the program is about to end
+    logger.setLevel(level)
+    sys.unraisablehook = hook
 
 
 def _first_line(error: Exception) -> str:

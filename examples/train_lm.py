@@ -107,7 +107,10 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
             is_due = step + 1 == arguments.steps or (step + 1) % arguments.checkpoint_every == 0
             if is_due:
                 row["held_out_bits_per_byte"] = evaluate(state)
-            metrics.add(row)
+            try:
+                metrics.add(row)
+            except OSError as error:
+                raise RunError(checkpoints.lost(f"the metrics could not be written: {error}")) from error
             if is_due:
                 checkpoints.save(step + 1, state._asdict())
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
@@ -199,6 +202,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     except (ValueError, OSError, RunError) as error:
         print(f"train_lm.py: error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunError) else 2) from error
+    except jax.errors.JaxRuntimeError as error:
+        if not arguments.distributed:
+            raise
+        reason = str(error).splitlines()[0]
+        print(f"train_lm.py: error: {reason}: if another process died, see its log; --resume goes on", file=sys.stderr)
+        os._exit(1)  # at once: a process that is gone is not to be waited for
 
 
 if __name__ == "__main__":
