@@ -4,6 +4,8 @@ import math
 import re
 from typing import NamedTuple
 
+import numpy as np
+
 WIDTHS = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1}
 
 
@@ -60,6 +62,44 @@ def loop_permutes(text: str) -> list[bool]:
                 end = next(i for i, other in enumerate(lines) if re.search(rf"-done\(%?{re.escape(name[1])}\)", other))
                 found.append(any(map(computes.search, lines[index:end])))
     return found
+
+
+class Gather(NamedTuple):
+    """An all-gather: the devices that gather together, in groups [count, size], and the operation that asked for it."""
+
+    groups: np.ndarray
+    name: str
+
+
+def gathers(text: str) -> list[Gather]:
+    """Returns the all-gathers of a compiled program."""
+    lines = [line for line in text.splitlines() if re.search(r" all-gather(-start)?\(", line)]
+    names = [re.search(r'op_name="([^"]*)"', line) for line in lines]
+    return [Gather(_groups(line), name[1] if name else "") for line, name in zip(lines, names, strict=True)]
+
+
+def _groups(line: str) -> np.ndarray:
+    numbers = lambda text: [int(number) for number in re.findall(r"\d+", text)]
+    _, _, rest = line.partition("replica_groups=")
+    if rest.startswith("{"):
+        return np.array([numbers(group) for group in re.findall(r"\{([\d,]+)\}", rest.partition("}}")[0] + "}")])
+    if rest.startswith("mesh"):  # of the axes of a mesh, which lists the devices in an order of its own, some
+        mesh, devices, axes = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", rest).groups()  # pyright: ignore
+        sizes = {name: int(size) for name, size in re.findall(r"'([\w.]+)'=(\d+)", mesh)}
+        array = _listed(devices or f"[{math.prod(sizes.values())}]").reshape(list(sizes.values()))
+        chosen = [list(sizes).index(name) for name in re.findall(r"'([\w.]+)'", axes)]
+        size = math.prod(array.shape[axis] for axis in chosen)
+        return np.moveaxis(array, chosen, range(-len(chosen), 0)).reshape(-1, size)
+    shape, devices = re.match(r"\[(.*?)\]<=(\[.*?\](?:T\(.*?\))?)", rest).groups()  # pyright: ignore
+    return _listed(devices).reshape(numbers(shape))
+
+
+def _listed(text: str) -> np.ndarray:
+    """Returns the devices of a list such as [2,4]T(1,0): the numbers of a box, its sides in another order."""
+    shape, _, order = text.partition("T")
+    numbers = [[int(number) for number in re.findall(r"\d+", part)] for part in (shape, order)]
+    array = np.arange(math.prod(numbers[0])).reshape(numbers[0])
+    return array.transpose(numbers[1] or range(array.ndim))
 
 
 def has_dimension(text: str, size: int) -> bool:

@@ -15,7 +15,9 @@ import ringjax
 NUM_BYTES = 256
 
 
-def sharded(*axes: str | None, initializer: nnx.Initializer = nnx.initializers.lecun_normal()) -> nnx.Initializer:
+def sharded(
+    *axes: str | tuple[str, ...] | None, initializer: nnx.Initializer = nnx.initializers.lecun_normal()
+) -> nnx.Initializer:
     """Returns an initialiser of parameters that carry the mesh axes which their dimensions are sharded over."""
     return nnx.with_partitioning(initializer, axes, eager_sharding=False)
 

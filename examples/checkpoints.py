@@ -1,9 +1,9 @@
 """The checkpoints of a run: whole or not there at all, and of the run's own configuration."""
 
-import contextlib
+import errno
 import logging
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, configuration: dict[str, Any], resume: int | None, keep: int = 2) -> None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's threads print in full what is reported here
+        _report_once()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
         self.configuration = configuration
@@ -38,8 +38,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        with contextlib.suppress(*[Exception] if error else []):  # the first error is the one to report
+        try:
             self.manager.close()
+        except Exception:
+            if error is None:
+                raise  # else that is the one to report
 
     def _find(self, resume: int | None) -> int:
         steps, folder = sorted(self.manager.all_steps()), self.manager.directory
@@ -60,9 +63,9 @@ class Checkpoints:
         except Exception as error:
             raise self._unreadable(step, error) from error
         own = self.configuration
-        names = sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name))
+        names = [name for name in own if own[name] != found.get(name)]
         if names:
-            differences = ", ".join(f"{name} {found.get(name)} there and {own.get(name)} here" for name in names)
+            differences = ", ".join(f"{name} {found.get(name)} there and {own[name]} here" for name in names)
             raise ValueError(
                 f"checkpoint {step} in {self.manager.directory} is of another configuration ({differences}): give the "
                 "same, or choose another --out"
@@ -72,8 +75,7 @@ class Checkpoints:
         """Returns the arrays of the checkpoint to resume, laid out as the abstract ones say, and removes later ones."""
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         try:
-            with _one_error():
-                restored = self.manager.restore(self.step, args=args)
+            restored = self.manager.restore(self.step, args=args)
         except Exception as error:
             raise self._unreadable(self.step, error) from error
         for step in self.manager.all_steps():
@@ -103,35 +105,34 @@ class Checkpoints:
             function()
             self.manager.check_for_errors()
         except Exception as error:
-            raise RunError(self.lost(f"a checkpoint could not be written: {_first_line(error)}")) from error
+            raise self.lost(f"a checkpoint could not be written: {_reason(error)}", "make room") from error
 
-    def lost(self, reason: str) -> str:
-        """Says what is lost and how to go on."""
+    def lost(self, reason: str, remedy: str) -> RunError:
+        """Returns the error of a run that ends: why, what is left of it, and the remedy."""
         self.manager.reload()
-        steps = self.manager.all_steps()
-        rest = f"the last whole checkpoint is of step {max(steps)}: go on with --resume" if steps else "start again"
-        return f"{reason}; {rest} when the cause is gone, such as a full disk in {self.manager.directory}"
+        step = max(self.manager.all_steps(), default=None)
+        rest = "there is no checkpoint yet" if step is None else f"the last whole checkpoint is of step {step}"
+        way = "start again" if step is None else "go on with --resume"
+        return RunError(f"{reason}; {rest} in {self.manager.directory}: {remedy}, and {way}")
 
     def _unreadable(self, step: int, error: Exception) -> ValueError:
         earlier = [other for other in self.manager.all_steps() if other < step]
         remedy = f"go on from the one before it with --resume {max(earlier)}" if earlier else "start again elsewhere"
         return ValueError(
-            f"checkpoint {step} in {self.manager.directory} is damaged, or not this program's ({_first_line(error)}): "
+            f"checkpoint {step} in {self.manager.directory} is damaged, or not this program's ({_reason(error)}): "
             + remedy
         )
 
 
-@contextlib.contextmanager
-def _one_error() -> Iterator[None]:
-    """Keeps quiet the readers of the other arrays, of which each prints an error when one has failed."""
-    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+def _report_once() -> None:
+    """Keeps quiet Orbax's threads, each of which would print in full an error that is reported here in a line."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    hook = sys.unraisablehook
     sys.unraisablehook = lambda late: None if "loop is closed" in str(late.exc_value) else hook(late)
-    yield  # after an error they may be heard later: the program is about to end
-    logger.setLevel(level)
-    sys.unraisablehook = hook
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error, and what a full disk is called everywhere."""
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) else next(iter(str(error).splitlines()), type(error).__name__)[:300]

@@ -45,7 +45,8 @@ class Metrics:
 def _read(path: Path) -> list[Row]:
     text = path.read_text() if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+    rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+    return [row | {"step": int(row["step"])} for row in rows]
 
 
 def plot(path: Path, rows: list[Row], bigram: float) -> None:

@@ -31,7 +31,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from metrics import COLUMNS, Metrics, Row, plot
 from tqdm import tqdm
-from training import State, Trainer, first_not_finite, make_trainer
+from training import State, Trainer, define_model, first_not_finite, make_trainer
 
 # What a run may not change when it is resumed: the model, and which batch each step takes.
 MODEL = ("width", "layers", "heads", "segment_lengths", "dilation_rates")
@@ -101,7 +101,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
             loss = float(loss)
             speed = math.prod(shape) / (time.perf_counter() - begin)
             if name := first_not_finite(finite):
-                raise RunError(checkpoints.lost(f"step {step + 1}: {name} is not finite"))
+                raise checkpoints.lost(f"step {step + 1}: {name} is not finite", "take a smaller --learning-rate")
             row = dict.fromkeys(COLUMNS, math.nan) | {"step": step + 1, "loss": loss, "tokens_per_second": speed}
             row["bits_per_byte"] = loss / math.log(2)
             is_due = step + 1 == arguments.steps or (step + 1) % arguments.checkpoint_every == 0
@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
             try:
                 metrics.add(row)
             except OSError as error:
-                raise RunError(checkpoints.lost(f"the metrics could not be written: {error}")) from error
+                raise checkpoints.lost(f"the metrics could not be written: {error}", "make room") from error
             if is_due:
                 checkpoints.save(step + 1, state._asdict())
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
@@ -156,7 +156,7 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
         trainer = make_trainer(arguments, mesh)
         params = restore(checkpoints, trainer).params
     prompt = [SEPARATOR, *arguments.sample.encode()]
-    model = nnx.merge(trainer.definition, params)
+    model = nnx.merge(define_model(arguments), params)  # for single tokens, which no mesh cuts
     model.init_cache(1, len(prompt) + arguments.sample_bytes)
 
     @nnx.jit(static_argnames="prefill")

@@ -26,7 +26,6 @@ class State(NamedTuple):
 class Trainer(NamedTuple):
     """The compiled functions of a run."""
 
-    definition: Any
     init: Callable[[], State]
     step: Callable[..., tuple[State, jax.Array, dict[str, Any]]]
     loss: Callable[..., jax.Array]
@@ -38,12 +37,11 @@ def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
 
     A step also returns, with `--debug-nans`, whether each tensor is finite, in the order of their computation.
     """
-    make = lambda: make_model(arguments, TOKENS)
-    definition, _ = nnx.split(nnx.eval_shape(make))
+    definition = define_model(arguments, TOKENS)
     optimizer = make_optimizer(arguments)
 
     def init() -> State:
-        params = nnx.state(make())
+        params = nnx.state(make_model(arguments, TOKENS))
         return State(params, optimizer.init(params))
 
     shardings = state_shardings(jax.eval_shape(init), mesh)
@@ -69,7 +67,7 @@ def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
         shardings,
     )
     loss = jax.jit(lambda *arguments: forward(*arguments)[0], out_shardings=whole)
-    return Trainer(definition, jax.jit(init, out_shardings=shardings), step, loss, abstract)
+    return Trainer(jax.jit(init, out_shardings=shardings), step, loss, abstract)
 
 
 def make_model(arguments: argparse.Namespace, spec: P | None = None) -> ByteModel:
@@ -84,6 +82,11 @@ def make_model(arguments: argparse.Namespace, spec: P | None = None) -> ByteMode
         spec=spec,
         rngs=nnx.Rngs(arguments.seed),
     )
+
+
+def define_model(arguments: argparse.Namespace, spec: P | None = None) -> Any:
+    """Returns the model without its parameters, as `nnx.split` does."""
+    return nnx.split(nnx.eval_shape(lambda: make_model(arguments, spec)))[0]
 
 
 def make_optimizer(arguments: argparse.Namespace) -> optax.GradientTransformation:

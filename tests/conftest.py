@@ -18,6 +18,24 @@ jax.config.update("jax_enable_x64", True)
 with install_import_hook("ringjax", "beartype.beartype"):
     import ringjax  # noqa: F401
 
+from benchmarks.training_runs import Runs
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Starts training runs, which share what they compile."""
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(runs, tmp_path_factory):
+    """The folder of a run on eight devices."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    ended = runs.run(folder)
+    assert ended.code == 0, ended.stderr
+    assert "held-out bits per byte: bigram" in ended.stdout
+    return folder
+
 
 @pytest.fixture
 def unchecked():

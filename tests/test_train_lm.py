@@ -1,161 +1,194 @@
-"""The training program as its users run it: the same curve on any mesh, through a kill, and clear errors."""
+"""The training program as its users run it: the same curve on any mesh, and clear errors for wrong input."""
 
-import csv
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+import contextlib
+import shutil
 
 import numpy as np
 import pytest
-from corpus import bigram_bits, evaluation_batches, load_corpus, pack, training_batch
+import train_lm
+from corpus import Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows
+from training import first_not_finite
 
-ROOT = Path(__file__).parent.parent
-SMALL = "--sequence-length 256 --steps 40 --checkpoint-every 10 --width 32 --layers 2 --heads 2 --evaluation-batches 2"
-SMALL += " --segment-lengths 32,256 --dilation-rates 1,4 --data "
+from benchmarks.training_runs import SMALL, losses
 
-
-def start(folder, text, *options):
-    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SMALL.split(), str(text)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [*command, "--out", str(folder), *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(folder, text, *options):
-    process = start(folder, text, *options)
-    stdout, stderr = process.communicate(timeout=300)
-    return process.returncode, stdout, stderr
-
-
-def losses(folder):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return np.array([float(row["loss"]) for row in csv.DictReader(file)])
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Some files of this repository, of which none is a tenth: the last is held out."""
-    folder = tmp_path_factory.mktemp("text")
-    for path in sorted((ROOT / "ringjax").glob("_*.py")):
-        (folder / path.name).write_text(path.read_text())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def undisturbed(text, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    code, stdout, stderr = run(folder, text)
-    assert code == 0, stderr
-    return folder, stdout
+pytestmark = pytest.mark.xdist_group("runs")
 
 
 def test_a_run_writes_all_that_it_promises(undisturbed):
-    folder, stdout = undisturbed
-    assert stdout.startswith("held-out bits per byte: bigram")
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["30", "40"]
-    curve = losses(folder)
-    assert len(curve) == 40
+    assert (undisturbed / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["10", "20"]
+    curve = losses(undisturbed)
+    assert len(curve) == 20
     assert curve[-5:].mean() < 0.75 * curve[0]
 
 
-@pytest.mark.parametrize("mesh", ["seq=1", "data=2,seq=4"])
-def test_the_same_losses_on_every_mesh(mesh, text, undisturbed, tmp_path):
-    batch = ["--batch-size", "2"] if "data" in mesh else []
-    code, _, stderr = run(tmp_path / "run", text, "--mesh", mesh, *batch)
-    assert code == 0, stderr
-    expected = undisturbed[0]
-    if batch:
-        assert run(tmp_path / "one", text, "--mesh", "seq=1", *batch)[0] == 0
-        expected = tmp_path / "one"
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(expected), rtol=2e-4)
+@pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2,data=2,fsdp=2"])
+def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
+    """On one device, and on sixteen of which each axis has two."""
+    ended = runs.run(tmp_path, "--mesh", mesh)
+    assert ended.code == 0, ended.stderr
+    np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=2e-4)
 
 
-def test_a_killed_run_continues_the_same_curve(text, undisturbed, tmp_path):
-    process = start(tmp_path, text)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        finished = list(tmp_path.glob("checkpoints/[0-9]*0"))
-        if finished and len(losses(tmp_path)) >= 12:
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    code, _, stderr = run(tmp_path, text, "--resume")
-    assert code == 0, stderr
-    np.testing.assert_allclose(losses(tmp_path), losses(undisturbed[0]), rtol=1e-6)
+def test_a_sample_continues_its_prompt(runs, undisturbed):
+    ended = runs.run(undisturbed, "--sample", "import jax", "--sample-bytes", "16")
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.startswith("import jax")
 
 
-def test_a_sample_continues_its_prompt(text, undisturbed):
-    code, stdout, stderr = run(undisturbed[0], text, "--sample", "import jax", "--sample-bytes", "16")
-    assert code == 0, stderr
-    assert stdout.startswith("import jax")
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_bytes(bytes([65 + i]) * 1000)
+    return folder
+
+
+@pytest.fixture
+def refused(text, tmp_path, monkeypatch, capsys):
+    """Runs the program in this process; returns what it prints as it ends with exit code 2 before it compiles."""
+    monkeypatch.setattr("training.Trainer", lambda *_: pytest.fail("it went on to compile"))
+
+    def run(*options):
+        with contextlib.suppress(FileExistsError), pytest.raises(SystemExit) as ended:
+            train_lm.main([*SMALL.split(), "--data", str(text), "--out", str(tmp_path / "out"), *options])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--mesh", "rows=2"], "'rows=2' is no mesh axis: write data=N or seq=N"),
-        (["--mesh", "seq=0"], "'seq=0' is no mesh axis"),
-        (["--data", "/nowhere"], "--data /nowhere is neither a file nor a folder"),
-        (["--sequence-length", "10000000"], "give more text with --data, or a smaller --sequence-length"),
-        (["--resume"], "there is no checkpoint in"),
+        ("--mesh rows=2", "'rows=2' is no mesh axis: write NAME=SIZE with a name of ('data', 'fsdp', 'seq', 'tensor')"),
+        ("--mesh seq=0", "'seq=0' is no mesh axis"),
+        ("--mesh seq=2,seq=4", "'seq=4' is no mesh axis: write NAME=SIZE"),
+        ("--mesh seq=16", "--mesh data=1,fsdp=1,tensor=1,seq=16 asks for 16 devices, but there are 8: ask for fewer"),
+        ("--sequence-length 100", "--sequence-length 100 does not divide over seq, 8 devices: make it a multiple of 8"),
+        ("--batch-size 3 --mesh data=2,fsdp=2", "--batch-size 3 does not divide over data x fsdp, 4 devices"),
+        ("--heads 3 --width 33 --mesh tensor=2", "--heads 3 does not divide over tensor, 2 devices"),
+        ("--heads 3", "qkv_features=32 does not divide over num_heads=3"),
+        ("--dilation-rates 1", "segment_lengths=(32, 256)"),
+        ("--steps 0", "'0' is no positive whole number"),
+        ("--data /nowhere", "--data /nowhere is no file, and no folder with files: give one of these"),
+        ("--sequence-length 10000000", "give more text with --data, or a smaller --sequence-length"),
+        ("--resume", "there is no checkpoint in"),
+        ("--sample x --distributed", "--sample runs in one process: leave --distributed out"),
+        ("--distributed --num-processes 3 --process-index 0", "could not join the other processes"),
     ],
 )
-def test_wrong_input_is_refused(options, words, text, tmp_path):
-    code, _, stderr = run(tmp_path, text, *options)
-    assert code == 2
-    assert words in stderr
-    assert "Traceback" not in stderr
+def test_wrong_input_is_refused(options, words, refused):
+    assert words in refused(*options.split())
 
 
-def test_a_folder_with_a_run_is_not_overwritten(text, undisturbed):
-    code, _, stderr = run(undisturbed[0], text)
-    assert code == 2
-    assert "holds a run: continue it with --resume" in stderr
+def test_wrong_text_is_refused(refused, text, tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert f"--data {empty} is no file, and no folder with files" in refused("--data", str(empty))
+    (empty / "nothing.txt").touch()
+    assert "has 0 bytes, less than a sequence of 257: give more text" in refused("--data", str(empty))
+    (text / "image.png").write_bytes(b"\x89PNG\0\0")
+    assert "image.png is binary, with bytes of zero, which separate documents: leave it out" in refused()
+    (text / "image.png").unlink()
+
+    def unreadable(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.open", unreadable)
+    assert "00.txt cannot be read (Permission denied): give --data that you may read" in refused()
 
 
-def test_corpus(tmp_path):
-    for i in range(20):
-        (tmp_path / f"{i:02}.txt").write_bytes(bytes([65 + i]) * 10)
-    corpus = load_corpus(str(tmp_path), 8)
-    assert [bytes(document) for document in corpus.held_out] == [b"J" * 7, b"J" * 3, b"T" * 7, b"T" * 3]
+def test_a_checkpoint_that_is_not_the_run_s_own_is_refused(refused, undisturbed, tmp_path):
+    """Of another configuration, or not made by this program at all: then the one before it is offered."""
+    assert "out/checkpoints holds a run: continue it with --resume" in _copy(undisturbed, tmp_path, refused)
+    words = refused("--resume", "--width", "64", "--seed", "3")
+    assert "is of another configuration" in words
+    assert "seed 0 there and 3 here" in words
+    assert "width 32 there and 64 here" in words
+    assert "text" in words  # that of the test
+    assert "the checkpoints in" in refused("--resume", "11")
+    shutil.rmtree(tmp_path / "out/checkpoints/20")
+    (tmp_path / "out/checkpoints/20").mkdir()
+    words = refused("--resume")
+    assert "out/checkpoints is damaged, or not this program's" in words
+    assert words.strip().endswith("go on from the one before it with --resume 10")
+
+
+def _copy(undisturbed, folder, refused):
+    shutil.copytree(undisturbed, folder / "out")
+    return refused()
+
+
+def test_corpus(text):
+    corpus = load_corpus(str(text), 800)
+    read = lambda documents: [bytes(document.read(0, document.size)) for document in documents]
+    assert read(corpus.held_out) == [b"J" * 799, b"J" * 201, b"T" * 799, b"T" * 201]
     assert len(corpus.train) == 2 * 18
-    with pytest.raises(ValueError, match="held_out part of .* has 1 bytes, less than a sequence of 9"):
-        load_corpus(str(tmp_path / "00.txt"), 8)
+    with pytest.raises(ValueError, match="held_out part of .* has 100 bytes, less than a sequence of 801"):
+        load_corpus(str(text / "00.txt"), 800)
 
 
-def test_documents_are_packed_whole():
+def documents_of(folder, *texts):
+    found = []
+    for number, text in enumerate(texts):
+        path = folder / f"{number}.txt"
+        path.write_bytes(b"--" + text)
+        found.append(Document(path, 2, 2 + len(text)))
+    return found
+
+
+def test_documents_are_packed_whole(tmp_path):
     """Each between two separators, predicted from its first byte to the separator that ends it."""
-    documents = [np.frombuffer(text, np.uint8) for text in (b"abc", b"d", b"efghij")]
+    documents = documents_of(tmp_path, b"abc", b"d", b"efghij")
     batch = pack([documents[:2], documents[2:]], length=8)
     assert bytes(batch.inputs[0].astype(np.uint8)) == b"\0abc\0d\0\0"
     assert bytes(batch.targets[0].astype(np.uint8)) == b"abc\0d\0\0\0"
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, -1, -1], [0] * 7 + [-1]]
 
 
-def test_batches_depend_on_the_step_alone():
-    documents = [np.full(size, size, np.uint8) for size in (3, 5, 7, 15)]
-    one, again, other = (training_batch(documents, step, 0, (3, 16)) for step in (5, 5, 6))
+def test_a_region_is_packed_without_the_rest(tmp_path, monkeypatch):
+    documents = documents_of(tmp_path, b"abcde", b"f", b"ghijklm", b"nop")
+    rows = [documents[:2], documents[2:3], documents[3:], documents[1:3]]
+    whole = pack(rows, 11)
+    asked = []
+    read = Document.read
+    monkeypatch.setattr(
+        Document, "read", lambda self, begin, stop: asked.append(stop - begin) or read(self, begin, stop)
+    )
+    for rows_part in (slice(0, 4), slice(1, 3), slice(3, 4)):
+        for begin in range(11):
+            for stop in range(begin + 1, 12):
+                asked.clear()
+                part = pack(rows, 11, (rows_part, slice(begin, stop)))
+                for array, expected in zip(part, whole, strict=True):
+                    np.testing.assert_array_equal(array, expected[rows_part, begin:stop])
+                assert sum(asked) <= (rows_part.stop - rows_part.start) * (stop - begin + 1)
+
+
+def test_batches_depend_on_the_step_alone(tmp_path):
+    documents = documents_of(tmp_path, *(bytes([size]) * size for size in (3, 5, 7, 15)))
+    draw = lambda step: pack(training_rows(documents, step, 0, (3, 16)), 16)
+    one, again, other = map(draw, (5, 5, 6))
     assert all(array.shape == (3, 16) for array in one)
     for array, same in zip(one, again, strict=True):
         np.testing.assert_array_equal(array, same)
     assert not np.array_equal(one.inputs, other.inputs)
-    held_out = list(evaluation_batches(documents, (1, 16), limit=9))
+    held_out = evaluation_rows(documents, (1, 16), limit=9)
     # In order, as many as fit: each document is there once.
-    assert [sorted(set(batch.inputs.ravel()) - {0}) for batch in held_out] == [[3, 5], [7], [15]]
+    assert [[document.size for document in row] for (row,) in held_out] == [[3, 5], [7], [15]]
 
 
-def test_bigram_bits():
-    documents = [np.tile(np.array([1, 2, 1, 3], np.uint8), 1000)]  # after 1 comes 2 or 3, after those 1: half a bit
+def test_bigram_bits(tmp_path):
+    documents = documents_of(tmp_path, bytes([1, 2, 1, 3] * 1000))  # after 1 comes 2 or 3, after those 1: half a bit
     bits = bigram_bits(documents, [pack([documents], length=4096)])
     assert abs(bits - 0.5) < 0.02
+
+
+def test_the_first_tensor_that_is_not_finite_is_named():
+    finite = {"logits": np.array(True), "gradient": {"up": {"kernel": np.array(False)}}, "update": np.array(False)}
+    assert first_not_finite(finite) == "gradient of up.kernel"
+    assert first_not_finite({"parameter": np.array(True), "loss": np.array(False)}) == "loss"
+    assert first_not_finite({"loss": np.array(True)}) is None
+    assert first_not_finite({}) is None

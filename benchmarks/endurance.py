@@ -1,0 +1,119 @@
+"""What training survives: ten kills, 2000 steps with a checkpoint every 20, and 200 steps in bfloat16 on a ring.
+
+`python -m benchmarks.endurance`.
+"""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.timing import save
+from benchmarks.training_runs import (
+    Runs,
+    checkpoint_steps,
+    end,
+    in_temporary_folder,
+    kill_at_random,
+    losses,
+    num_steps,
+    state,
+)
+
+KILLS, KILLED_STEPS, CHECKPOINT_EVERY = 10, 200, 10
+SOAK_STEPS, SETTLED_STEP = 2000, 200
+FOLLOWED_STEPS = 200
+
+
+def kills(folder: Path) -> dict[str, float]:
+    """Compares a run that is killed ten times with one that is not."""
+    runs = Runs(folder)
+    options = f"--steps {KILLED_STEPS} --checkpoint-every {CHECKPOINT_EVERY}".split()
+    ended = runs.run(folder / "whole", *options)
+    if ended.code:
+        raise RuntimeError(ended.stderr)
+    found = kill_at_random(runs, folder / "killed", KILLED_STEPS, KILLS, 0, *options)
+    whole, killed = state(folder / "whole"), state(folder / "killed")
+    same = whole.keys() == killed.keys() and all(np.array_equal(whole[name], killed[name]) for name in whole)
+    resumed = [kill["resumed"] for kill in found[1:]]
+    return {
+        "kills": len(found),
+        "kills after which the last whole checkpoint was not resumed": sum(
+            kill["whole"] != step for kill, step in zip(found, resumed, strict=False)
+        ),
+        "most steps that a kill lost": max(kill["killed"] - kill["whole"] for kill in found),
+        "parameters and optimizer's state bit-identical": float(same),
+        "losses bit-identical": float(np.array_equal(losses(folder / "whole"), losses(folder / "killed"))),
+    }
+
+
+def soak(folder: Path) -> dict[str, float]:
+    """Watches a long run's memory, its compilations and its folder of checkpoints."""
+    runs, out = Runs(folder), folder / "run"
+    options = f"--steps {SOAK_STEPS} --checkpoint-every 20 --evaluation-batches 1 --batch-size 1".split()
+    log = folder / "log"
+    with log.open("w") as file:
+        process = runs.start(out, *options, environment={"JAX_LOG_COMPILES": "1"}, stderr=file)
+        resident: dict[int, int] = {}
+        checkpoints = 0
+        while process.poll() is None:
+            step = num_steps(out)
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            if found := re.search(r"VmRSS:\s+(\d+)", status):
+                resident[step] = int(found[1])
+            checkpoints = max(checkpoints, len(checkpoint_steps(out)))
+            time.sleep(0.1)
+        ended = end(process)
+    if ended.code:
+        raise RuntimeError(log.read_text()[-2000:])
+    settled = max(value for step, value in resident.items() if step <= SETTLED_STEP)
+    last = [value for step, value in sorted(resident.items()) if step > SETTLED_STEP][-5:]
+    before, _, after = log.read_text().partition(f"| 21/{SOAK_STEPS} ")
+    compiled = re.compile(r"Finished XLA compilation of (\S+)")
+    return {
+        "steps": num_steps(out),
+        "resident memory at the end over that until step 200": float(np.median(last)) / settled,
+        "compilations of the training step": float(len(re.findall(r"XLA compilation of jit\(train\)", before + after))),
+        "compilations after the first evaluation": float(len(compiled.findall(after))),
+        "most checkpoints in the folder": float(checkpoints),
+    }
+
+
+def follow(folder: Path) -> dict[str, float]:
+    """Compares the losses of a ring of eight in bfloat16 with those of one device, and of one with another seed."""
+    runs = Runs(folder)
+    options = f"--steps {FOLLOWED_STEPS} --checkpoint-every {FOLLOWED_STEPS} --dtype bfloat16".split()
+    curves = {}
+    for name, own in (("ring", "--mesh seq=8"), ("one", "--mesh seq=1"), ("other", "--mesh seq=1 --seed 1")):
+        ended = runs.run(folder / name, *options, *own.split())
+        if ended.code:
+            raise RuntimeError(ended.stderr)
+        curves[name] = losses(folder / name)
+    apart = lambda a, b: float(np.abs(curves[a] - curves[b]).mean())
+    return {
+        "mean distance of losses, 8 devices and 1, nats": apart("ring", "one"),
+        "mean distance of losses, two seeds, nats": apart("one", "other"),
+        "largest distance of losses, 8 devices and 1, nats": float(np.abs(curves["ring"] - curves["one"]).max()),
+    }
+
+
+CASES = {
+    "ten kills": kills,
+    "2000 steps": soak,
+    "200 steps in bfloat16": follow,
+}
+
+
+def main() -> None:
+    """Runs all and writes the table."""
+    rows: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        figures = in_temporary_folder(case)
+        rows += [{"run": name, "figure": figure, "value": float(value)} for figure, value in figures.items()]
+    save("endurance", rows)
+
+
+if __name__ == "__main__":
+    main()
