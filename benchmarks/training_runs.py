@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--sequence-length 256 --steps 20 --checkpoint-every 10 --batch-size 4 --width 32 --layers 2 --heads 2"
+SMALL = "--sequence-length 256 --steps 20 --checkpoint-every 10 --batch-size 4 --width 32 --layers 1 --heads 2"
 SMALL += " --evaluation-batches 2 --segment-lengths 32,256 --dilation-rates 1,4"
 
 
