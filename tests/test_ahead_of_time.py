@@ -12,9 +12,21 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_four_axes import compile_training_step, crossed_axes
 
-from benchmarks.ahead_of_time import HEADS, PATTERN, TOKENS, TOPOLOGIES, WIDTH, compile_for, devices, peak, sent
-from benchmarks.programs import array_sizes, loop_permutes
+from benchmarks.ahead_of_time import (
+    HEADS,
+    OVERLAP,
+    PATTERN,
+    TOKENS,
+    TOPOLOGIES,
+    WIDTH,
+    compile_for,
+    devices,
+    peak,
+    sent,
+)
+from benchmarks.programs import array_sizes, gathers, has_dimension, loop_permutes
 from ringjax import make_mesh, ring_dilated_attention
 
 pytestmark = pytest.mark.aot
@@ -73,6 +85,25 @@ def test_rings_beside_other_axes_overlap():
     assert permutes
     assert all(permutes)
     assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "seq": 8}, {"fsdp": 2, "seq": 8, "tensor": 2}])
+def test_a_training_step_gathers_parameters_alone(sizes):
+    """On four nodes of eight, with a ring inside each node, and with rings of two nodes."""
+    sizes = dict.fromkeys(("data", "fsdp", "seq", "tensor"), 1) | sizes
+    mesh = make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4, devices=devices("h100", "1x4x8"))
+    length = 8 * 8191  # a prime number on each device, so that a dimension of all tokens is nothing else
+    options = f"--sequence-length {length} --batch-size 4 --segment-lengths {length} --dilation-rates 1 --layers 1"
+    text = compile_training_step(mesh, options + " --width 256 --dtype bfloat16", OVERLAP).as_text()
+    permutes = loop_permutes(text)
+    assert permutes
+    assert all(permutes)
+    for size in (length, 4 * length):
+        assert not has_dimension(text, size)
+    found = [gather for gather in gathers(text) if "optimizer" not in gather.name]
+    assert found
+    for gather in found:
+        assert crossed_axes(mesh, gather.groups) <= {"fsdp", "tensor"}
 
 
 def test_memory_of_the_gradient():

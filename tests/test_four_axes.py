@@ -21,11 +21,13 @@ OPTIONS = f"--sequence-length {LENGTH} --batch-size {BATCH} --segment-lengths 50
 OPTIONS += " --layers 2 --heads 6 --width 96"
 
 
-def compile_step(mesh, options=OPTIONS):
+def compile_training_step(mesh, options, compiler_options=()):
+    arguments = parse_arguments(options.split())
     with jax.enable_x64(False), jax.set_mesh(mesh):
-        trainer = make_trainer(parse_arguments(options.split()), mesh)
-        tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32, sharding=NamedSharding(mesh, TOKENS))
-        return trainer.step.lower(trainer.abstract, tokens, tokens, tokens).compile()
+        trainer = make_trainer(arguments, mesh)
+        shape, sharding = (arguments.batch_size, arguments.sequence_length), NamedSharding(mesh, TOKENS)
+        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        return trainer.step.lower(trainer.abstract, tokens, tokens, tokens).compile(dict(compiler_options))
 
 
 def crossed_axes(mesh, groups):
@@ -41,7 +43,7 @@ def test_only_parameters_are_gathered(axes):
     """Outside the optimizer, along the axes that they are sharded over; no array has all tokens of a sequence."""
     sizes = {name: int(size) for name, size in (part.split("=") for part in axes.split(","))}
     mesh = make_mesh({name: 1 for name in ("data", "fsdp", "seq", "tensor") if name not in sizes} | sizes)
-    text = compile_step(mesh).as_text()
+    text = compile_training_step(mesh, OPTIONS).as_text()
     for size in (LENGTH, BATCH * LENGTH):
         assert not has_dimension(text, size)
     found = [gather for gather in gathers(text) if "optimizer" not in gather.name]
