@@ -17,6 +17,7 @@ CLAIMS = {
     "row_costs": "Selecting rows and merging branches costs little, and short segments keep up with a batched einsum",
     "features": "Documents cost what their pairs cost, a union less than its branches",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
+    "endurance": "Training survives kills, long runs, and rings in bfloat16",
     "ahead_of_time": "On H100s and TPUs the ring sends the fewest bytes and hides all of them behind computation",
 }
 

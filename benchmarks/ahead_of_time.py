@@ -39,6 +39,17 @@ TOPOLOGIES = {
 # All of several permutes overlap: the compiler's own limit is one at a time.
 OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
 
+# What else might hide more of them, each beside that.
+FLAGS = {
+    "a limit of 4": OVERLAP,
+    "no flag": (("xla_gpu_experimental_parallel_collective_overlap_limit", 1),),
+    "a limit of 4, pipelined p2p": (*OVERLAP, ("xla_gpu_enable_pipelined_p2p", True)),
+    "a limit of 4, permutes decomposed": (*OVERLAP, ("xla_gpu_collective_permute_decomposer_threshold", 0)),
+    "a limit of 4, pipelined collectives": (*OVERLAP, ("xla_gpu_enable_pipelined_collectives", True)),
+    "a limit of 4, loops double-buffered": (*OVERLAP, ("xla_gpu_enable_while_loop_double_buffering", True)),
+    "no latency hiding scheduler": (("xla_gpu_enable_latency_hiding_scheduler", False),),
+}
+
 
 @functools.cache
 def devices(kind: str, topology: str) -> list[Any]:
@@ -132,6 +143,9 @@ def measure() -> list[dict[str, Any]]:
             hidden = loop_permutes(compile_for(name, gradient, length=length, pattern=((length,), (1,))).as_text())
             program = f"{name}, {'gradient' if gradient else 'forward'}"
             add("permutes in loops that overlap", program, np.mean(hidden))
+    for name, options in FLAGS.items():
+        hidden = loop_permutes(compile_for("8 H100s", True, options=options).as_text())
+        add("permutes in loops that overlap, by flags", f"8 H100s, gradient, {name}", np.mean(hidden))
     hidden = loop_permutes(compile_for("v5e:4x8", True, in_natural_order=True).as_text())
     add("permutes in loops that overlap", "v5e:4x8, gradient, devices in natural order", np.mean(hidden))
     return rows

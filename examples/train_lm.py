@@ -58,6 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
     add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
     add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
+    add("--profile", action="store_true", help="write a profile of three steps, from the third on, under --out")
     add("--debug-nans", action="store_true", help="stop at the first tensor with a NaN or an infinity, and name it")
     add("--resume", type=positive, nargs="?", const=0, metavar="STEP", help="continue from the last checkpoint, or one")
     add("--sample", metavar="PROMPT", help="continue a prompt instead of training")
@@ -96,9 +97,15 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
         metrics = Metrics(arguments.out / "metrics.csv" if is_first else None, checkpoints.step)
         steps = range(checkpoints.step, arguments.steps)
         for step in (progress := tqdm(steps, initial=steps.start, total=steps.stop, unit="step", disable=not is_first)):
+            if arguments.profile and step == steps.start + 2:  # the first compiles
+                jax.profiler.start_trace(arguments.out / "profile")
             begin = time.perf_counter()
-            state, loss, finite = trainer.step(state, *load(training_rows(corpus.train, step, arguments.seed, shape)))
-            loss = float(loss)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                batch = load(training_rows(corpus.train, step, arguments.seed, shape))
+                state, loss, finite = trainer.step(state, *batch)
+                loss = float(loss)
+            if arguments.profile and step == steps.start + 4:
+                jax.profiler.stop_trace()
             speed = math.prod(shape) / (time.perf_counter() - begin)
             if name := first_not_finite(finite):
                 raise checkpoints.lost(f"step {step + 1}: {name} is not finite", "take a smaller --learning-rate")

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MODULES = ["_attention", "_attention_fn", "_pattern", "_reference", "linen", "nn"]
+MODULES = ["_attention", "_attention_fn", "_device_order", "_pattern", "_reference", "linen", "nn"]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -26,19 +26,18 @@ def test_docstrings(name):
     assert sum(result.failed for result in results) == 0
 
 
+def run_code(code, **variables):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("index", range(3))
 def test_code_of_the_readme(index):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 3
     assert len([line for line in blocks[index].splitlines() if line]) <= 15
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", blocks[index]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_code(blocks[index])
     assert result.returncode == 0, result.stderr
     assert index > 0 or ("(1, 4096, 64)" in result.stdout and "'seq'" in result.stdout)
 
@@ -49,6 +48,23 @@ def test_commands_of_the_readme():
     assert commands[0].endswith("examples/train_lm.py")
     tests = commands[1].rsplit("&&", 1)[1].split(maxsplit=1)[1]
     assert tests in (ROOT / ".ci" / "run").read_text()
+
+
+def test_code_and_commands_of_the_guide_to_scaling():
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    result = run_code("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), JAX_NUM_CPU_DEVICES="8")
+    assert result.returncode == 0, result.stderr
+    known = subprocess.run(
+        [sys.executable, ROOT / "examples" / "train_lm.py", "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    commands = re.findall(r"train_lm\.py(.*(?:\\\n.*)*)", text) + re.findall(r"(?:args|command): (.*)", text)
+    flags = {flag for command in commands for flag in re.findall(r"(--[a-z-]+)", command)}
+    assert {"--distributed", "--mesh", "--coordinator", "--resume", "--profile"} <= flags
+    assert all(flag in known for flag in flags)
 
 
 def test_the_picture_is_that_of_its_code(tmp_path):

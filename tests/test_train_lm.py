@@ -24,9 +24,10 @@ def test_a_run_writes_all_that_it_promises(undisturbed):
 
 @pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2,data=2,fsdp=2"])
 def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
-    """On one device, and on sixteen of which each axis has two."""
-    ended = runs.run(tmp_path, "--mesh", mesh)
+    """On one device, and on sixteen of which each axis has two; profiled or not."""
+    ended = runs.run(tmp_path, "--mesh", mesh, *(["--profile"] if mesh == "seq=1" else []))
     assert ended.code == 0, ended.stderr
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == (mesh == "seq=1")
     np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=2e-4)
 
 
