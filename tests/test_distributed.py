@@ -12,8 +12,6 @@ from distribution import local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
-pytestmark = pytest.mark.xdist_group("runs")
-
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_attention_across_processes(count, runs):

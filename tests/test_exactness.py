@@ -27,11 +27,17 @@ HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)
 
 
 RING_SIZES = (1, 2, 4, 8)
+# All patterns on all sizes; on two and four devices, causal and not take turns.
+CASES = [
+    (name, ring_size, is_causal)
+    for row, name in enumerate(PATTERNS)
+    for column, ring_size in enumerate(RING_SIZES)
+    for is_causal in (False, True)
+    if ring_size in (1, 8) or (row + column) % 2 == is_causal
+]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("ring_size", RING_SIZES)
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("name", "ring_size", "is_causal"), CASES)
 def test_ring_equals_oracle(name, ring_size, is_causal):
     length, segment_lengths, dilation_rates = PATTERNS[name]
     # Heads, offsets, batch dimensions and kinds of mesh take turns, so that each meets most patterns and ring sizes.
@@ -118,7 +124,7 @@ def calls(draw):
 
 
 @given(calls())
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_geometry(call):
     length, ring_size, heads, arguments = call
     arrays = random_arguments(length, heads, widths=(2, 3))

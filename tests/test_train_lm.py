@@ -11,8 +11,6 @@ from training import first_not_finite
 
 from benchmarks.training_runs import SMALL, losses
 
-pytestmark = pytest.mark.xdist_group("runs")
-
 
 def test_a_run_writes_all_that_it_promises(undisturbed):
     assert (undisturbed / "loss.png").read_bytes().startswith(b"\x89PNG")
