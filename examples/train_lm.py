@@ -91,6 +91,8 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
     held_out = evaluation_rows(corpus.held_out, shape, arguments.evaluation_batches)
     is_first = jax.process_index() == 0  # this process alone writes metrics; all write checkpoints
     with open_checkpoints(arguments, corpus) as checkpoints:
+        # Before the first step, in which the others wait for this process, as they do not when they end.
+        bigram = bigram_bits(corpus.train, [pack(rows, shape[1]) for rows in held_out]) if is_first else math.nan
         trainer = make_trainer(arguments, mesh)
         state = restore(checkpoints, trainer) if checkpoints.step else trainer.init()
         evaluate = make_evaluation(trainer, [load(rows) for rows in held_out])
@@ -123,7 +125,6 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
         checkpoints.wait()
     if is_first and metrics.rows:
-        bigram = bigram_bits(corpus.train, [pack(rows, shape[1]) for rows in held_out])
         plot(arguments.out / "loss.png", metrics.rows, bigram)
         print(f"held-out bits per byte: bigram {bigram:.3f}, model {metrics.rows[-1]['held_out_bits_per_byte']:.3f}")
     return metrics.rows
