@@ -45,8 +45,8 @@ def make_mesh(
       ValueError: if an axis has no size or no name, if none is named `axis_name`, or if there are too few devices.
 
     Example:
-      >>> make_mesh((1, 1), ("data", "seq")).shape
-      OrderedDict({'data': 1, 'seq': 1})
+      >>> dict(make_mesh((1, 1), ("data", "seq")).shape)
+      {'data': 1, 'seq': 1}
     """
     names, devices = tuple(axis_names), list(jax.devices() if devices is None else devices)
     if len(names) != len(axis_shapes) or min(axis_shapes, default=0) < 1:

@@ -13,7 +13,11 @@ from distribution import local_region, make_mesh
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
 
-@pytest.mark.parametrize("count", [2, 4])
+# Four processes compile four times over: on one interpreter that is enough.
+FOUR = pytest.mark.four_processes
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FOUR)])
 def test_attention_across_processes(count, runs):
     """Outputs, lse and gradients of a pattern with rings through all processes, and documents, in float64."""
     environment = runs.environment()
@@ -30,7 +34,7 @@ def test_attention_across_processes(count, runs):
         assert "exact" in ended.stdout
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2,seq=4"), (4, "fsdp=2,tensor=1,seq=4")])
+@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2,seq=4"), pytest.param(4, "fsdp=2,seq=4", marks=FOUR)])
 def test_training_across_processes(count, mesh, runs, undisturbed, tmp_path):
     ended = end_all(runs.start_processes(count, tmp_path / "run", "--mesh", mesh))
     assert all(process.code == 0 for process in ended), ended[0].stderr

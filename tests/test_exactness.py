@@ -27,13 +27,13 @@ HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)
 
 
 RING_SIZES = (1, 2, 4, 8)
-# All patterns on all sizes; on two and four devices, causal and not take turns.
+# All patterns on all sizes; on fewer than eight devices, causal and not take turns.
 CASES = [
     (name, ring_size, is_causal)
     for row, name in enumerate(PATTERNS)
     for column, ring_size in enumerate(RING_SIZES)
     for is_causal in (False, True)
-    if ring_size in (1, 8) or (row + column) % 2 == is_causal
+    if ring_size == 8 or (row + column) % 2 == is_causal
 ]
 
 
@@ -124,7 +124,7 @@ def calls(draw):
 
 
 @given(calls())
-@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_geometry(call):
     length, ring_size, heads, arguments = call
     arrays = random_arguments(length, heads, widths=(2, 3))
