@@ -12,7 +12,6 @@ from distribution import local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
-
 # Four processes compile four times over: on one interpreter that is enough.
 FOUR = pytest.mark.four_processes
 
