@@ -6,6 +6,7 @@ import math
 import os
 
 import jax
+from corpus import Region
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -92,26 +93,35 @@ def check_fits(mesh: Mesh, sizes: dict[str, tuple[int, tuple[str, ...]]]) -> Non
             )
 
 
-def local_region(mesh: Mesh, shape: tuple[int, int]) -> tuple[slice, slice]:
+def local_region(mesh: Mesh, shape: tuple[int, int]) -> Region:
     """Returns the rows and the tokens of a batch [B, T] that this process's devices hold.
 
     Raises:
       ValueError: if these are not a box.
     """
     indices = NamedSharding(mesh, TOKENS).addressable_devices_indices_map(shape).values()
-    bounds = {
+    parts = {
         tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True)) for index in indices if index
     }
-    low, high = (
-        [limit([bound[axis][end] for bound in bounds]) for axis in (0, 1)] for end, limit in ((0, min), (1, max))
+    return bounding_box(sorted(parts))
+
+
+def bounding_box(parts: list[tuple[tuple[int, int], ...]]) -> Region:
+    """Returns the box that is filled by parts, each of them given by its first and last row and token.
+
+    Raises:
+      ValueError: if they do not fill it.
+    """
+    first_row, last_row, first_token, last_token = (
+        limit(part[axis][end] for part in parts) for axis in (0, 1) for end, limit in ((0, min), (1, max))
     )
-    held = sum((rows[1] - rows[0]) * (tokens[1] - tokens[0]) for rows, tokens in bounds)
-    if held != (high[0] - low[0]) * (high[1] - low[1]):
+    held = sum((rows[1] - rows[0]) * (tokens[1] - tokens[0]) for rows, tokens in parts)
+    if held != (last_row - first_row) * (last_token - first_token):
         raise ValueError(
-            f"the devices of process {jax.process_index()} hold no single box of a batch: name the axes of --mesh in "
+            f"the devices of a process hold {parts} of a batch, which is no box: name the axes of --mesh in "
             "another order"
         )
-    return slice(low[0], high[0]), slice(low[1], high[1])
+    return slice(first_row, last_row), slice(first_token, last_token)
 
 
 def _text(sizes: dict[str, int] | None) -> str:

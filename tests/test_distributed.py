@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from distribution import local_region, make_mesh
+from distribution import bounding_box, local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
@@ -73,6 +73,9 @@ def test_wrong_input_ends_all_processes(runs, tmp_path):
 
 
 def test_the_part_of_a_process():
-    """All that one process's devices hold; where that is no box, an error that says so."""
+    """All that its devices hold; where that is no box, an error that says so."""
     mesh = make_mesh({"data": 2, "fsdp": 1, "seq": 4, "tensor": 1})
     assert local_region(mesh, (4, 32)) == (slice(0, 4), slice(0, 32))
+    assert bounding_box([((2, 4), (8, 16)), ((2, 4), (16, 24))]) == (slice(2, 4), slice(8, 24))
+    with pytest.raises(ValueError, match="which is no box: name the axes of --mesh in another order"):
+        bounding_box([((0, 2), (0, 8)), ((2, 4), (8, 16))])
