@@ -12,11 +12,10 @@ from distribution import bounding_box, local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
-# Four processes compile four times over: on one interpreter that is enough.
-FOUR = pytest.mark.four_processes
+pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FOUR)])
+@pytest.mark.parametrize("count", [2, 4])
 def test_attention_across_processes(count, runs):
     """Outputs, lse and gradients of a pattern with rings through all processes, and documents, in float64."""
     environment = runs.environment()
@@ -33,7 +32,7 @@ def test_attention_across_processes(count, runs):
         assert "exact" in ended.stdout
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2,seq=4"), pytest.param(4, "fsdp=2,seq=4", marks=FOUR)])
+@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2,seq=4"), (4, "fsdp=2,seq=4")])
 def test_training_across_processes(count, mesh, runs, undisturbed, tmp_path):
     ended = end_all(runs.start_processes(count, tmp_path / "run", "--mesh", mesh))
     assert all(process.code == 0 for process in ended), ended[0].stderr
