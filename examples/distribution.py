@@ -59,7 +59,7 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
       ValueError: if it does not fit the devices or the processes.
     """
     wanted = math.prod(sizes.values()) if sizes else 8
-    if wanted % (num_processes or 1):
+    if sizes and wanted % (num_processes or 1):
         raise ValueError(f"--mesh {_text(sizes)} has {wanted} devices, which {num_processes} processes cannot share")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         with contextlib.suppress(RuntimeError):  # raised if the devices exist already
@@ -124,5 +124,5 @@ def bounding_box(parts: list[tuple[tuple[int, int], ...]]) -> Region:
     return slice(first_row, last_row), slice(first_token, last_token)
 
 
-def _text(sizes: dict[str, int] | None) -> str:
-    return ",".join(f"{name}={size}" for name, size in sizes.items()) if sizes else "seq=8"
+def _text(sizes: dict[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items())

@@ -23,11 +23,21 @@ class State(NamedTuple):
     opt_state: Any
 
 
+class Tensors(NamedTuple):
+    """What a step computes, in that order, or of each array in it whether it is finite."""
+
+    parameter: Any
+    logits: Any
+    loss: Any
+    gradient: Any
+    update: Any
+
+
 class Trainer(NamedTuple):
     """The compiled functions of a run."""
 
     init: Callable[[], State]
-    step: Callable[..., tuple[State, jax.Array, dict[str, Any]]]
+    step: Callable[..., tuple[State, jax.Array, Tensors | None]]
     loss: Callable[..., jax.Array]
     abstract: State
 
@@ -35,7 +45,7 @@ class Trainer(NamedTuple):
 def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
     """Returns the functions that make a state, take a training step, and compute the loss in nats per byte.
 
-    A step also returns, with `--debug-nans`, whether each tensor is finite, in the order of their computation.
+    A step also returns, with `--debug-nans`, whether each tensor is finite.
     """
     definition = define_model(arguments, TOKENS)
     optimizer = make_optimizer(arguments)
@@ -51,12 +61,12 @@ def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return losses.mean(where=document_ids != PADDING), logits
 
-    def train(state: State, *batch: jax.Array) -> tuple[State, jax.Array, dict[str, Any]]:
+    def train(state: State, *batch: jax.Array) -> tuple[State, jax.Array, Tensors | None]:
         (loss, logits), grads = jax.value_and_grad(forward, has_aux=True)(state.params, *batch)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        tensors = {"parameter": state.params, "logits": logits, "loss": loss, "gradient": grads, "update": updates}
-        finite = jax.tree.map(lambda array: jnp.isfinite(array).all(), tensors) if arguments.debug_nans else {}
+        tensors = Tensors(state.params, logits, loss, grads, updates)
+        finite = jax.tree.map(lambda array: jnp.isfinite(array).all(), tensors) if arguments.debug_nans else None
         return State(optax.apply_updates(state.params, updates), opt_state), loss, finite
 
     whole = NamedSharding(mesh, P())
@@ -122,9 +132,9 @@ def state_shardings(state: State, mesh: Mesh) -> State:
     return jax.tree.map(of, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def first_not_finite(finite: dict[str, Any]) -> str | None:
+def first_not_finite(finite: Tensors | None) -> str | None:
     """Returns the name of the first tensor that is not finite, such as "gradient of blocks.0.up.kernel"."""
-    for kind, tensors in jax.device_get(finite).items():
+    for kind, tensors in jax.device_get(finite)._asdict().items() if finite else ():
         for path, is_finite in jax.tree_util.tree_leaves_with_path(tensors):
             if not is_finite:
                 parts = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
