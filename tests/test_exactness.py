@@ -124,7 +124,7 @@ def calls(draw):
 
 
 @given(calls())
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_geometry(call):
     length, ring_size, heads, arguments = call
     arrays = random_arguments(length, heads, widths=(2, 3))
