@@ -1,6 +1,7 @@
 """The checkpoints of a run: whole or not there at all, and of the run's own configuration."""
 
 import errno
+import inspect
 import logging
 import os
 import sys
@@ -129,7 +130,9 @@ def _report_once() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     hook = sys.unraisablehook
-    sys.unraisablehook = lambda late: None if "loop is closed" in str(late.exc_value) else hook(late)
+    # Orbax reads arrays by coroutines, and leaves the rest alone when one has failed.
+    is_late = lambda found: inspect.iscoroutine(found.object) or "loop is closed" in str(found.exc_value)
+    sys.unraisablehook = lambda found: None if is_late(found) else hook(found)
 
 
 def _reason(error: Exception) -> str:
