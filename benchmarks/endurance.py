@@ -75,6 +75,7 @@ def soak(folder: Path) -> dict[str, float]:
     return {
         "steps": num_steps(out),
         "resident memory at the end over that until step 200": float(np.median(last)) / settled,
+        "resident memory until step 200, MiB": settled / 1024,
         "compilations of the training step": float(len(re.findall(r"XLA compilation of jit\(train\)", before + after))),
         "compilations after the first evaluation": float(len(compiled.findall(after))),
         "most checkpoints in the folder": float(checkpoints),
