@@ -15,38 +15,32 @@ Row = dict[str, float]
 
 
 class Metrics:
-    """The lines of a file, to which each step adds one; without a path they are not written.
+    """The lines of a file, to which each step adds one: in memory they would grow with the run.
 
     A run that was killed may have left lines of steps after its checkpoint, the last of them cut: these go.
     """
 
-    def __init__(self, path: Path | None, steps: int) -> None:
+    def __init__(self, path: Path, steps: int) -> None:
         self.path = path
-        self.rows: list[Row] = []
-        if path is None:
-            return
-        self.rows = [row for row in _read(path) if row["step"] <= steps] if steps else []
+        rows = [row for row in self.read() if row["step"] <= steps] if steps else []
         whole = path.with_suffix(".new")
         with whole.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(self.rows)  # pyright: ignore[reportArgumentType]
+            writer.writerows(rows)  # pyright: ignore[reportArgumentType]
         whole.replace(path)
 
     def add(self, row: Row) -> None:
         """Adds the line of a step."""
-        self.rows.append(row)
-        if self.path is None:
-            return
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)  # pyright: ignore[reportArgumentType]
 
-
-def _read(path: Path) -> list[Row]:
-    text = path.read_text() if path.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
-    return [row | {"step": int(row["step"])} for row in rows]
+    def read(self) -> list[Row]:
+        """Returns the whole lines, those of a run that this one continues among them."""
+        text = self.path.read_text() if self.path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+        return [row | {"step": int(row["step"])} for row in rows]
 
 
 def plot(path: Path, rows: list[Row], bigram: float) -> None:

@@ -29,7 +29,7 @@ from corpus import PADDING, SEPARATOR, Corpus, Rows, bigram_bits, evaluation_row
 from distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from metrics import COLUMNS, Metrics, Row, plot
+from metrics import COLUMNS, Metrics, plot
 from tqdm import tqdm
 from training import State, Trainer, define_model, first_not_finite, make_trainer
 
@@ -84,8 +84,8 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
-def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row]:
-    """Trains, with checkpoints, metrics and a progress bar, and returns the metrics of each step."""
+def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
+    """Trains, with checkpoints, metrics and a progress bar."""
     shape = arguments.batch_size, arguments.sequence_length
     load = functools.partial(load_batch, mesh, shape)
     held_out = evaluation_rows(corpus.held_out, shape, arguments.evaluation_batches)
@@ -96,7 +96,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
         trainer = make_trainer(arguments, mesh)
         state = restore(checkpoints, trainer) if checkpoints.step else trainer.init()
         evaluate = make_evaluation(trainer, [load(rows) for rows in held_out])
-        metrics = Metrics(arguments.out / "metrics.csv" if is_first else None, checkpoints.step)
+        metrics = Metrics(arguments.out / "metrics.csv", checkpoints.step) if is_first else None
         steps = range(checkpoints.step, arguments.steps)
         for step in (progress := tqdm(steps, initial=steps.start, total=steps.stop, unit="step", disable=not is_first)):
             if arguments.profile and step == steps.start + 2:  # the first compiles
@@ -117,17 +117,17 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> list[Row
             if is_due:
                 row["held_out_bits_per_byte"] = evaluate(state)
             try:
-                metrics.add(row)
+                if metrics:
+                    metrics.add(row)
             except OSError as error:
                 raise checkpoints.lost(f"the metrics could not be written: {error}", "make room") from error
             if is_due:
                 checkpoints.save(step + 1, state._asdict())
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
         checkpoints.wait()
-    if is_first and metrics.rows:
-        plot(arguments.out / "loss.png", metrics.rows, bigram)
-        print(f"held-out bits per byte: bigram {bigram:.3f}, model {metrics.rows[-1]['held_out_bits_per_byte']:.3f}")
-    return metrics.rows
+    if metrics and (rows := metrics.read()):
+        plot(arguments.out / "loss.png", rows, bigram)
+        print(f"held-out bits per byte: bigram {bigram:.3f}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
 
 
 def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array]:
@@ -178,7 +178,7 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
     return bytes([*prompt[1:], *sampled])
 
 
-def run(arguments: argparse.Namespace) -> list[Row]:
+def run(arguments: argparse.Namespace) -> None:
     """Checks all that can be checked without compiling, then trains or samples."""
     if arguments.distributed:
         if arguments.sample is not None:
@@ -198,15 +198,15 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     with jax.set_mesh(mesh):
         if arguments.sample is not None:
             print(sample(arguments, mesh).decode(errors="replace"))
-            return []
-        return train(arguments, mesh, load_corpus(arguments.data, arguments.sequence_length))
+        else:
+            train(arguments, mesh, load_corpus(arguments.data, arguments.sequence_length))
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; wrong input ends it with exit code 2, a run that cannot go on with 1."""
     arguments = parse_arguments(argv)
     try:
-        return run(arguments)
+        run(arguments)
     except (ValueError, OSError, RunError) as error:
         print(f"train_lm.py: error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunError) else 2) from error
