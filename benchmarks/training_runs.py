@@ -132,7 +132,7 @@ def checkpoint_steps(out: Path) -> list[int]:
 
 def state(out: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a run's last checkpoint by their names."""
-    path = (out / "checkpoints" / str(checkpoint_steps(out)[-1]) / "state").absolute()
+    path = (out / "checkpoints" / str(checkpoint_steps(out)[-1]) / "default").absolute()
     with ocp.StandardCheckpointer() as checkpointer:
         shapes = checkpointer.metadata(path).item_metadata.tree
         whole = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])

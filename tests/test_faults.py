@@ -31,19 +31,23 @@ def test_a_run_goes_on_with_fewer_devices(mesh, runs, undisturbed, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(undisturbed), rtol=1e-5)
 
 
-def test_a_truncated_checkpoint_is_refused(runs, undisturbed, tmp_path):
-    """In one line, which offers the checkpoint before it; that one is whole, and replaces it."""
+def test_a_damaged_checkpoint_is_refused(runs, undisturbed, tmp_path):
+    """Truncated or with a file missing: in one line, which offers the one before it, from which the run goes on."""
     shutil.copytree(undisturbed, tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints" / "20" / "state"
-    largest = max((path for path in folder.rglob("*") if path.parent.name == "d"), key=lambda path: path.stat().st_size)
-    for path in (largest, folder / "manifest.ocdbt"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    folder = tmp_path / "run" / "checkpoints" / "20" / "default"
+    piece = max(folder.glob("*embedding.value/0.0"), key=lambda path: path.stat().st_size)
+    halved = lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    for path, damage in ((piece, halved), (piece, type(piece).unlink), (folder / "_METADATA", halved)):
+        whole = path.read_bytes()
+        damage(path)
         ended = runs.run(tmp_path / "run", "--resume")
+        path.write_bytes(whole)
         assert ended.code == 2
         assert ended.stderr.count("\n") == 1
         assert re.search(
             r"checkpoint 20 in .* is damaged, or not this program's \(.*\): go on .* --resume 10", ended.stderr
         )
+    piece.unlink()
     ended = runs.run(tmp_path / "run", "--resume", "10")
     assert ended.code == 0, ended.stderr
     np.testing.assert_array_equal(losses(tmp_path / "run"), losses(undisturbed))
@@ -56,7 +60,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_taken(runs, undisturbed, tmp_path)
     folder = tmp_path / "run" / "checkpoints"
     cut = folder / "20.orbax-checkpoint-tmp"
     (folder / "20").rename(cut)
-    (cut / "state" / "manifest.ocdbt").unlink()
+    (cut / "default" / "_METADATA").unlink()
     ended = runs.run(tmp_path / "run", "--resume")
     assert ended.code == 0, ended.stderr
     np.testing.assert_array_equal(losses(tmp_path / "run"), losses(undisturbed))
