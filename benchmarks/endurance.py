@@ -20,6 +20,7 @@ from benchmarks.training_runs import (
     losses,
     num_steps,
     state,
+    wait_for_step,
 )
 
 KILLS, KILLED_STEPS, CHECKPOINT_EVERY = 10, 200, 10
@@ -50,10 +51,17 @@ def kills(folder: Path) -> dict[str, float]:
 
 
 def soak(folder: Path) -> dict[str, float]:
-    """Watches a long run's memory, its compilations and its folder of checkpoints."""
-    runs, out = Runs(folder), folder / "run"
+    """Watches a long run's memory, its compilations and its folder of checkpoints.
+
+    Its programs come from the cache: a compiler would leave memory behind that hides how a run grows.
+    """
+    runs, out, log = Runs(folder), folder / "run", folder / "log"
     options = f"--steps {SOAK_STEPS} --checkpoint-every 20 --evaluation-batches 1 --batch-size 1".split()
-    log = folder / "log"
+    with log.open("w") as file:
+        compiling = runs.start(folder / "compiling", *options, stderr=file)
+        wait_for_step(folder / "compiling", 25, compiling)
+        compiling.kill()
+        compiling.wait()
     with log.open("w") as file:
         process = runs.start(out, *options, environment={"JAX_LOG_COMPILES": "1"}, stderr=file)
         resident: dict[int, int] = {}

@@ -7,12 +7,6 @@ from benchmarks import endurance
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def as_users_run_it(monkeypatch):
-    """Without the tests' own flags, which spare the compiler memory that the growth is relative to."""
-    monkeypatch.delenv("XLA_FLAGS")
-
-
 def test_ten_kills_change_nothing(tmp_path):
     figures = endurance.kills(tmp_path)
     assert figures["kills"] == 10
