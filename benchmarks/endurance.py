@@ -20,7 +20,6 @@ from benchmarks.training_runs import (
     losses,
     num_steps,
     state,
-    wait_for_step,
 )
 
 KILLS, KILLED_STEPS, CHECKPOINT_EVERY = 10, 200, 10
@@ -51,19 +50,23 @@ def kills(folder: Path) -> dict[str, float]:
 
 
 def soak(folder: Path) -> dict[str, float]:
-    """Watches a long run's memory, its compilations and its folder of checkpoints.
+    """Watches the memory of a long run, its compilations and its folder of checkpoints.
 
-    Its programs come from the cache: a compiler would leave memory behind that hides how a run grows.
+    And of one that compiles nothing, whose glibc keeps nothing for each thread: what grows there is in use.
     """
-    runs, out, log = Runs(folder), folder / "run", folder / "log"
+    runs = Runs(folder)
+    figures = _watch(runs, folder / "run")
+    bare = _watch(runs, folder / "bare", GLIBC_TUNABLES="glibc.malloc.tcache_count=0", MALLOC_ARENA_MAX="1")
+    names = [name for name in figures if "memory" in name]
+    return figures | {f"{name}, no caches": bare[name] for name in names}
+
+
+def _watch(runs: Runs, out: Path, **environment: str) -> dict[str, float]:
     options = f"--steps {SOAK_STEPS} --checkpoint-every 20 --evaluation-batches 1 --batch-size 1".split()
+    log = out.with_suffix(".log")
+    environment |= {"JAX_LOG_COMPILES": "1", "XLA_FLAGS": ""}
     with log.open("w") as file:
-        compiling = runs.start(folder / "compiling", *options, stderr=file)
-        wait_for_step(folder / "compiling", 25, compiling)
-        compiling.kill()
-        compiling.wait()
-    with log.open("w") as file:
-        process = runs.start(out, *options, environment={"JAX_LOG_COMPILES": "1"}, stderr=file)
+        process = runs.start(out, *options, environment=environment, stderr=file)
         resident: dict[int, int] = {}
         checkpoints = 0
         while process.poll() is None:
@@ -76,14 +79,14 @@ def soak(folder: Path) -> dict[str, float]:
         ended = end(process)
     if ended.code:
         raise RuntimeError(log.read_text()[-2000:])
-    settled = max(value for step, value in resident.items() if step <= SETTLED_STEP)
-    last = [value for step, value in sorted(resident.items()) if step > SETTLED_STEP][-5:]
+    settled = resident[max(step for step in resident if step <= SETTLED_STEP)]
+    last = float(np.median([value for _, value in sorted(resident.items())][-5:]))
     before, _, after = log.read_text().partition(f"| 21/{SOAK_STEPS} ")
     compiled = re.compile(r"Finished XLA compilation of (\S+)")
     return {
         "steps": num_steps(out),
-        "resident memory at the end over that until step 200": float(np.median(last)) / settled,
-        "resident memory until step 200, MiB": settled / 1024,
+        "growth of resident memory after step 200, percent": 100 * (last / settled - 1),
+        "resident memory at step 200, MiB": settled / 1024,
         "compilations of the training step": float(len(re.findall(r"XLA compilation of jit\(train\)", before + after))),
         "compilations after the first evaluation": float(len(compiled.findall(after))),
         "most checkpoints in the folder": float(checkpoints),
