@@ -52,19 +52,23 @@ def kills(folder: Path) -> dict[str, float]:
 def soak(folder: Path) -> dict[str, float]:
     """Watches the memory of a long run, its compilations and its folder of checkpoints.
 
-    And of one that compiles nothing, whose glibc keeps nothing for each thread: what grows there is in use.
+    Then the memory of one whose programs come from a cache, and of one for whose threads malloc keeps nothing besides:
+    what grows there is in use.
     """
     runs = Runs(folder)
-    figures = _watch(runs, folder / "run")
+    figures = _watch(runs, folder / "compiling")
+    cached = _watch(runs, folder / "cached")
     bare = _watch(runs, folder / "bare", GLIBC_TUNABLES="glibc.malloc.tcache_count=0", MALLOC_ARENA_MAX="1")
-    names = [name for name in figures if "memory" in name]
-    return figures | {f"{name}, no caches": bare[name] for name in names}
+    for name in [name for name in figures if "memory" in name]:
+        figures[f"{name}, nothing to compile"] = cached[name]
+        figures[f"{name}, nothing to compile, without malloc's caches"] = bare[name]
+    return figures
 
 
 def _watch(runs: Runs, out: Path, **environment: str) -> dict[str, float]:
     options = f"--steps {SOAK_STEPS} --checkpoint-every 20 --evaluation-batches 1 --batch-size 1".split()
     log = out.with_suffix(".log")
-    environment |= {"JAX_LOG_COMPILES": "1", "XLA_FLAGS": ""}
+    environment |= {"JAX_LOG_COMPILES": "1", "XLA_FLAGS": ""}  # none of the flags that spare tests compile time
     with log.open("w") as file:
         process = runs.start(out, *options, environment=environment, stderr=file)
         resident: dict[int, int] = {}

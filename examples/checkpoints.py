@@ -27,9 +27,9 @@ class Checkpoints:
         of another configuration, or is none of this program's.
     """
 
-    def __init__(self, folder: Path, configuration: dict[str, Any], resume: int | None, keep: int = 2) -> None:
+    def __init__(self, folder: Path, configuration: dict[str, Any], resume: int | None) -> None:
         _report_once()
-        self.manager = _open(folder.absolute(), keep)
+        self.manager = _open(folder.absolute())
         self.configuration = configuration
         self.step = self._find(resume)
         if self.step:
@@ -125,7 +125,7 @@ class Checkpoints:
         )
 
 
-def _open(folder: Path, keep: int) -> ocp.CheckpointManager:
+def _open(folder: Path) -> ocp.CheckpointManager:
     """Opens a folder of checkpoints so that as little as can be stays in the memory of a process that writes many.
 
     With a file for each piece of an array, as the database that Orbax writes otherwise leaves 0.1 MiB at each
@@ -134,7 +134,7 @@ def _open(folder: Path, keep: int) -> ocp.CheckpointManager:
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
     ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
     state = ocp.StandardCheckpointHandler(use_ocdbt=False)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
     return ocp.CheckpointManager(folder, options=options, item_handlers=state)
 
 

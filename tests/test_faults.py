@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_a_damaged_checkpoint_is_refused(runs, undisturbed, tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "20" / "default"
     piece = max(folder.glob("*embedding.value/0.0"), key=lambda path: path.stat().st_size)
     halved = lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    for path, damage in ((piece, halved), (piece, type(piece).unlink), (folder / "_METADATA", halved)):
+    for path, damage in ((piece, halved), (piece, Path.unlink), (folder / "_METADATA", halved)):
         whole = path.read_bytes()
         damage(path)
         ended = runs.run(tmp_path / "run", "--resume")
