@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from ringjax._order import after
 from ringjax._plan import Plan
 from ringjax._rows import Combine, Rows
 
@@ -75,13 +76,17 @@ def add_branches(
     compute: Callable[[Layout, Any], Total], addition: Addition, arrays: Any, total: Total, plan: Plan
 ) -> Total:
     """Adds what is computed of arrays of tokens [B, n, ...] in each branch to a total."""
-    fused = []
+    fused, sent = [], None
     for branch in plan.branches:
         layout = Layout(plan.rows(branch), plan.implementation(branch))
+        if branch.ring_size > 1 and sent is not None:
+            arrays = after(arrays, sent)
         if layout.implementation.IS_FUSED:
-            fused.append((layout, compute(layout, arrays)))
+            results = compute(layout, arrays)
+            fused.append((layout, results))
         else:
-            total = _add_by_group(compute, addition, layout, arrays, total)
+            results = total = _add_by_group(compute, addition, layout, arrays, total)
+        sent = results if branch.ring_size > 1 else sent
     return _add_fused(fused, addition, total) if fused else total
 
 

@@ -17,6 +17,7 @@ from ringjax import _gather, _ring
 from ringjax._block import Keys, accumulation_dtype, merge
 from ringjax._branches import Addition, Layout, add_branches
 from ringjax._meeting import Noise, Tiles
+from ringjax._order import after
 from ringjax._plan import Plan
 
 # Each strategy is a module of two functions: `forward` and `backward` of one branch on one shard.
@@ -221,6 +222,7 @@ def _shard_backward(
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, out_grad, zero = jax.lax.optimization_barrier((arrays, out_grad, jnp.zeros((), dtype)))
+    arrays = after(arrays, (lse, out_grad, lse_grad))  # the forward's rings, and those behind it
     groups = query.shape[-2] // plan.local_heads
     # What the backward of each implementation needs of a query, before any rows are taken.
     of_queries = {

@@ -1,0 +1,31 @@
+"""An order for collectives that do not depend on each other, where the devices of one process need one.
+
+XLA:CPU tells the collectives of a program apart by their channel and their devices, which are the same for all permutes
+of a shard_map. It starts them in one order on every device, but does not wait for the end of a loop before it starts
+what is independent of it: a permute behind a loop can meet one inside of it, and the process aborts or hangs. Other
+platforms order collectives themselves, and are to overlap them as they like.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+def after(arrays: Any, earlier: Any) -> Any:
+    """Returns the arrays, on CPUs not before those that are `earlier`."""
+
+    def wait(arrays: Any, earlier: Any) -> Any:
+        # Compilers drop dependencies that they can see to be vain: that a word has at most 32 bits set they do not see.
+        bits = [jax.lax.population_count(_word(array)) for array in jax.tree.leaves(earlier)]
+        is_there = sum(bits[1:], bits[0]) <= 32 * len(bits)
+        return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
+
+    return jax.lax.platform_dependent(arrays, earlier, cpu=wait, default=lambda arrays, _: arrays)
+
+
+def _word(array: Array) -> Array:
+    """A word that depends on an array."""
+    element = jax.lax.squeeze(jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim), range(array.ndim))
+    return (element != 0).astype(jnp.uint32)
