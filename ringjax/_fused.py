@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
 from ringjax._block import Keys, Weighting, accumulation_dtype, merge
-from ringjax._meeting import Meeting
+from ringjax._meeting import Meeting, Noise, Slots
 from ringjax._schedule import BranchSchedule
 
 
@@ -80,6 +80,16 @@ class Fused:
     def take_back(self, branch: BranchSchedule, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
         """Undoes `lay_out`, given the number of key/value heads."""
         return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=branch.num_chunks, K=heads)
+
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> Array:
+        """Returns the order of a shard's rows among those of others: smaller where the first to compute are earlier."""
+        del noise
+        return self.see_keys(slots)
+
+    def see_keys(self, slots: Slots) -> Array:
+        """Returns the order of a shard's rows, as `see_queries` does."""
+        holder, slot = slots.branch.origin(slots.shards[0], 0)
+        return holder * slots.branch.num_slots + slot
 
     def start(self, query: Float[Array, "B Rq N H"], value: Float[Array, "B Rk K V"]) -> FusedPartial:
         """Returns the attention on nothing."""
@@ -172,9 +182,7 @@ def _switch(
 ) -> Callable[..., Any]:
     """Returns the case of a meeting: where it is known beforehand, that case alone."""
     branch = meeting.branch
-    # Smaller for a shard whose first rows to compute are earlier.
-    order = lambda holder, slot: holder * branch.num_slots + slot
-    queries, keys = (order(*branch.origin(slots.shards[0], 0)) for slots in (meeting.queries, meeting.keys))
+    queries, keys = meeting.queries, meeting.keys
     case, cases = 0, [lambda *arrays: whole(*arrays, is_causal=branch.is_causal)]
     if branch.is_balanced:
         case = jnp.where(keys < queries, 1, jnp.where(keys > queries, 2, 0))

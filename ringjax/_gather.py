@@ -15,7 +15,7 @@ def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: 
     implementation = plan.implementation(rows.branch)
     partial = implementation.start(queries.arrays, keys.arrays.value)
     keys = plan.gather(rows.branch, keys)
-    meeting = _meeting(queries, keys, rows, noise)
+    meeting = _meeting(queries, keys, rows, noise, plan)
     return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
 
@@ -24,14 +24,15 @@ def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan:
     implementation = plan.implementation(rows.branch)
     keys = plan.gather(rows.branch, keys)
     grads = implementation.start_gradients(queries.arrays, keys.arrays)
-    meeting = _meeting(queries, keys, rows, noise)
+    meeting = _meeting(queries, keys, rows, noise, plan)
     grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
     return query_grad, *plan.scatter(rows.branch, tuple(keys_grad))
 
 
-def _meeting(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None) -> Meeting:
-    branch, size = rows.branch, rows.branch.gather_size
+def _meeting(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> Meeting:
+    branch, size, implementation = rows.branch, rows.branch.gather_size, plan.implementation(rows.branch)
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = Slots(rows, rows.shard[None], branch.is_balanced, queries.documents)
-    return Meeting(own, Slots(rows.of_keys(), gathered, False, keys.documents), True, noise)
+    others = Slots(rows.of_keys(), gathered, False, keys.documents)
+    return Meeting(branch, implementation.see_queries(own, noise), implementation.see_keys(others))

@@ -6,14 +6,15 @@ by side, K key/value heads, O the heads that masks tell apart, G query heads of 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-# The position of a slot that holds no key: beyond every interval.
-NOWHERE = jnp.iinfo(jnp.int32).max
+# An interval without a position.
+EMPTY = jnp.iinfo(jnp.int32).max, -1
 
 
 class Visits(NamedTuple):
@@ -27,12 +28,12 @@ class Visits(NamedTuple):
     def of_queries(self) -> tuple[Array, Array, Array]:
         """Returns for each tile of queries the tiles of keys `start..stop` that it may meet, and the case of each."""
         groups, _, tiles = self.meets.shape
+        number = jax.lax.broadcasted_iota(jnp.int32, self.meets.shape, 2)
+        start = jnp.where(self.meets, number, tiles).min(axis=2)
+        stop = jnp.where(self.meets, number + 1, 0).max(axis=2)  # before the start where nothing meets
         first = jnp.arange(groups, dtype=jnp.int32)[:, None] * tiles
-        stop = first + tiles - jnp.argmax(self.meets[..., ::-1], axis=-1)
-        start = first + jnp.argmax(self.meets, axis=-1)
-        stop = jnp.where(self.meets.any(axis=-1), stop, start)
         cases = self.meets.astype(jnp.int32) + (self.meets & self.is_whole)
-        return start.reshape(-1), stop.reshape(-1), cases.reshape(-1, tiles)
+        return (first + start).reshape(-1), (first + stop).reshape(-1), cases.reshape(-1, tiles)
 
     def of_keys(self) -> tuple[Array, Array, Array]:
         """Returns for each tile of keys the tiles of queries `start..stop` that it may meet, and the case of each."""
@@ -42,8 +43,9 @@ class Visits(NamedTuple):
 class QueryMask(NamedTuple):
     """What each query attends to: keys at ``first <= position <= last`` with its `document` and other `segments`.
 
-    Each of the `segments` is the query's in another branch. `stream` is the start and the step of its dropout. Here A
-    is B, or 1 where all batches are the same, and O is K, or 1 where all heads are.
+    Each of the `segments` is the query's in another branch. `stream` is the start and the step of its dropout. A row
+    that is none has an empty interval. Here A is B, or 1 where all batches are the same, and O is K, or 1 where all
+    heads are.
     """
 
     first: Int[Array, "I A C O Rq"]
@@ -54,11 +56,36 @@ class QueryMask(NamedTuple):
 
 
 class KeyMask(NamedTuple):
-    """Which queries attend to each key, see `QueryMask`; `position` also numbers its weights for dropout."""
+    """Which queries attend to each key, see `QueryMask`; `position` also numbers its weights for dropout.
+
+    `is_key` is None where every row is one.
+    """
 
     position: Int[Array, "J A C O Rk"]
+    is_key: Bool[Array, "J A C O Rk"] | None = None
     document: Int[Array, "J B C O Rk"] | None = None
     segments: tuple[Int[Array, "J 1 C O Rk"], ...] = ()
+
+
+class Range(NamedTuple):
+    """The least and the greatest of some numbers of each tile; tiles lie in groups apart from each other."""
+
+    least: Int[Array, "A groups I C"]
+    most: Int[Array, "A groups I C"]
+
+
+class Outline(NamedTuple):
+    """What is known of each tile of one side as a whole, from which it follows which tiles meet.
+
+    `low` and `high` are the interval's ends of queries; both are the position of keys. `is_full` says whether all rows
+    are rows.
+    """
+
+    low: Range
+    high: Range
+    is_full: Bool[Array, "A groups I C"] | None = None
+    document: Range | None = None
+    segments: tuple[tuple[Range, Bool[Array, "A groups I C"]], ...] = ()  # of those that are, and whether all are
 
 
 class Mask(NamedTuple):
@@ -74,6 +101,8 @@ def masked(scores: Float[Array, "*X Q Rk"], of_queries: QueryMask, of_keys: KeyM
     """Returns the scores of pairs that attend, and minus infinity for the others."""
     position = of_keys.position[..., None, :]  # [*X, 1, Rk]
     is_allowed = (of_queries.first[..., None] <= position) & (position <= of_queries.last[..., None])  # [*X, Q, Rk]
+    if of_keys.is_key is not None:
+        is_allowed &= of_keys.is_key[..., None, :]
     if of_queries.document is not None and of_keys.document is not None:
         is_allowed &= of_queries.document[..., None] == of_keys.document[..., None, :]
     for query, key in zip(of_queries.segments, of_keys.segments, strict=True):
@@ -81,39 +110,63 @@ def masked(scores: Float[Array, "*X Q Rk"], of_queries: QueryMask, of_keys: KeyM
     return jnp.where(is_allowed, scores, -jnp.inf)
 
 
-def find_visits(of_queries: QueryMask, of_keys: KeyMask, num_groups: int, is_by_batch: bool = False) -> Visits:
-    """Returns which tiles meet, of tiles that lie in so many groups apart from each other on both sides.
+def outline_queries(mask: QueryMask, num_groups: int) -> Outline:
+    """Returns the outline of tiles of queries that lie in so many groups apart from each other."""
+    is_query = mask.first <= mask.last
+    return Outline(
+        _range(mask.first, num_groups),
+        _range(mask.last, num_groups),
+        document=None if mask.document is None else _range(mask.document, num_groups, is_query),
+        segments=tuple(_segment_range(segment, num_groups) for segment in mask.segments),
+    )
+
+
+def outline_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Outline:
+    """Returns the outline of tiles of keys, none of which is full where `is_full` is false."""
+    position = _range(mask.position, num_groups, mask.is_key)
+    return Outline(
+        position,
+        position,
+        None if mask.is_key is None else _reduce(jax.lax.reduce_and, mask.is_key, num_groups) & is_full,
+        None if mask.document is None else _range(mask.document, num_groups, mask.is_key),
+        tuple(_segment_range(segment, num_groups) for segment in mask.segments),
+    )
+
+
+def _segment_range(segment: Array, num_groups: int) -> tuple[Range, Array]:
+    is_kept = segment >= 0
+    return _range(segment, num_groups, is_kept), _reduce(jax.lax.reduce_and, is_kept, num_groups)
+
+
+def _range(labels: Array, num_groups: int, is_label: Array | None = None) -> Range:
+    low, high = (labels, labels) if is_label is None else (jnp.where(is_label, labels, x) for x in EMPTY)
+    return Range(_reduce(jax.lax.reduce_min, low, num_groups), _reduce(jax.lax.reduce_max, high, num_groups))
+
+
+def _reduce(reduce: Callable[..., Array], array: Array, num_groups: int) -> Array:
+    return rearrange(reduce(array, axes=(3, 4)), "(groups I) A C -> A groups I C", groups=num_groups)
+
+
+def find_visits(queries: Outline, keys: Outline, is_by_batch: bool = False) -> Visits:
+    """Returns which tiles meet.
 
     A tile of keys is left out where no interval reaches one of its positions, where no document is on both sides, or
     where all rows are in one segment of an earlier branch. It is whole where nothing masks a pair.
     """
-
-    def bound(reduce: Callable[..., Array], array: Array, axis: int) -> Array:
-        bounds = rearrange(reduce(array, axis=(3, 4)), "(groups I) A C -> A groups I C", groups=num_groups)
-        return jnp.expand_dims(bounds, axis)  # [A, groups, I, 1, C], or [A, groups, 1, J, C]
-
-    def label_range(labels: Array, is_label: Array, axis: int) -> tuple[Array, Array]:
-        most = jnp.iinfo(labels.dtype).max
-        return bound(jnp.min, jnp.where(is_label, labels, most), axis), bound(
-            jnp.max, jnp.where(is_label, labels, -1), axis
-        )
-
-    first, last, position = of_queries.first, of_queries.last, of_keys.position
-    is_query, is_key = first != NOWHERE, position != NOWHERE
-    nearest, farthest = label_range(position, is_key, 2)
-    meets = (bound(jnp.min, first, 3) <= farthest) & (bound(jnp.max, last, 3) >= nearest)
-    is_whole = (bound(jnp.max, first, 3) <= nearest) & (bound(jnp.min, last, 3) >= bound(jnp.max, position, 2))
-    if of_queries.document is not None and of_keys.document is not None:
-        least, greatest = label_range(of_queries.document, is_query, 3)
-        key_least, key_greatest = label_range(of_keys.document, is_key, 2)
-        meets &= (least <= key_greatest) & (key_least <= greatest)
-        is_whole &= (least == key_greatest) & (greatest == key_least)
-    for query, key in zip(of_queries.segments, of_keys.segments, strict=True):
-        least, greatest = label_range(query, query >= 0, 3)
-        key_least, key_greatest = label_range(key, key >= 0, 2)
-        is_one_segment = (bound(jnp.min, query, 3) == key_greatest) & (bound(jnp.min, key, 2) == greatest)
+    queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
+    keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
+    meets = (queries.low.least <= keys.high.most) & (queries.high.most >= keys.low.least)
+    is_whole = (queries.low.most <= keys.low.least) & (queries.high.least >= keys.high.most)
+    if keys.is_full is not None:
+        is_whole &= keys.is_full
+    if queries.document is not None and keys.document is not None:
+        one, other = queries.document, keys.document
+        meets &= (one.least <= other.most) & (other.least <= one.most)
+        is_whole &= (one.least == other.most) & (one.most == other.least)
+    for (one, all_kept), (other, all_keys_kept) in zip(queries.segments, keys.segments, strict=True):
+        is_one_segment = all_kept & all_keys_kept & (one.least == other.most) & (one.most == other.least)
         meets &= ~is_one_segment
-        is_whole &= (greatest < key_least) | (key_greatest < least)
+        is_whole &= (one.most < other.least) | (other.most < one.least)
     meets, is_whole = meets.any(axis=-1), is_whole.all(axis=-1)  # [A, groups, I, J]
     if is_by_batch:
         return Visits(*(rearrange(array, "A groups I J -> (A groups) I J") for array in (meets, is_whole)))

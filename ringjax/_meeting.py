@@ -1,19 +1,21 @@
-"""The meeting of rows: which tokens are in the slots of two shards, and the mask of those that attend to each other.
+"""The meeting of rows: which tokens are in the slots of shards, and the mask of those that attend to each other.
 
 B batch, K key/value heads that run the branch, O those of them that are told apart, classes of heads with the same
 rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R rows (slots) of a block.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Int, UInt
 
 from ringjax import _dropout
-from ringjax._mask import NOWHERE, KeyMask, Mask, QueryMask, Visits, find_visits
-from ringjax._rows import Rows, naturals
-from ringjax._schedule import BranchSchedule
+from ringjax._mask import EMPTY, KeyMask, Mask, Outline, QueryMask, find_visits, outline_keys, outline_queries
+from ringjax._rows import Rows
+from ringjax._schedule import BranchSchedule, remainder
 
 
 class Noise(NamedTuple):
@@ -23,7 +25,7 @@ class Noise(NamedTuple):
     batch: Int[Array, "B"]
     head: Int[Array, "K G"]
 
-    def stream(self, token: Int[Array, "I C O R"]) -> tuple[UInt[Array, "I B C K G R"], UInt[Array, "I B C K G R"]]:
+    def stream(self, token: UInt[Array, "I C O R"]) -> tuple[UInt[Array, "I B C K G R"], UInt[Array, "I B C K G R"]]:
         """Returns the start and the step of the stream of each row of queries."""
         batch, head = self.batch[:, None, None, None, None], self.head[..., None]
         return _dropout.make_stream(self.seed, batch, head, token[:, None, :, :, None])
@@ -40,99 +42,123 @@ class Slots(NamedTuple):
     """Where rows are when they are computed: whose they are, and whether the halves of balanced shards are swapped."""
 
     rows: Rows
-    shards: Int[Array, "S"]
+    shards: Int[Array, "S"] | UInt[Array, "S"]
     is_swapped: bool
     documents: Int[Array, "J B C classes R"] | None = None
 
-    def tokens(self) -> tuple[Int[Array, "J C O R"], Bool[Array, "J C O R"]]:
-        """Returns the position of the token in each slot of each shard's tiles, and whether there is one."""
-        branch = self.rows.branch
-        shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
-        tile = naturals(branch.num_tiles)[:, None, None, None]
-        chunk = tile // branch.num_blocks * branch.chunks_per_tile
-        chunk = chunk + naturals(branch.chunks_per_tile)[:, None, None]  # [I, C, 1, 1]
-        slot = naturals(branch.block_rows) + tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, R]
-        if self.is_swapped:
-            shard, slot = branch.origin(shard, slot)
-        token, is_row = branch.slot_token(shard, chunk, slot, self.rows.offset[:, None])  # [S, I, C, O, R]
-        flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
-        return flat(token.astype(jnp.int32)), flat(is_row)
+    @property
+    def branch(self) -> BranchSchedule:
+        """The branch that the rows are of."""
+        return self.rows.branch
 
-    def labels(self, token: Int[Array, "J C O R"], nothing: int) -> tuple[Any, tuple[Array, ...]]:
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of tiles that have nothing to do with each other."""
+        return self.branch.num_tiles // self.branch.num_blocks
+
+    def outlined(self) -> "Slots":
+        """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
+        return self if self.rows.is_whole else self._replace(rows=self.rows.of_classes())
+
+    def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
+        """Returns the position of the token in each slot of each shard's tiles, and whether there is one.
+
+        None where every slot of every shard has one.
+        """
+        branch = self.branch
+        shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
+        tile = np.arange(branch.num_tiles, dtype=np.uint32)[:, None, None, None]
+        chunk = tile // branch.num_blocks * branch.chunks_per_tile
+        chunk = chunk + np.arange(branch.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
+        first_slot = tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, 1]
+        slot = jnp.arange(branch.block_rows, dtype=jnp.uint32)
+        if self.is_swapped:  # the halves of a shard's slots are whole tiles, each of another shard
+            shard, first_slot = branch.origin(shard, first_slot)
+        token, is_row = branch.slot_token(shard, chunk, slot + first_slot, self.rows.offset[:, None])
+        flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
+        return flat(token), None if branch.is_dense else flat(is_row)
+
+    def labels(self, token: UInt[Array, "J C O R"], nothing: int) -> tuple[Any, tuple[Array, ...]]:
         """Returns the documents, and the segments of earlier branches: the number `nothing` where one keeps no row."""
         heads = self.rows.heads
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
-        token = token.astype(jnp.uint32)
         segments = []
-        for (_, length, rate), offsets in zip(self.rows.branch.earlier, heads.earlier_offsets, strict=True):
-            is_kept = token % length % rate == offsets[heads.classes][:, None]
+        for (_, length, rate), offsets in zip(self.branch.earlier, heads.earlier_offsets, strict=True):
+            is_kept = remainder(remainder(token, length), rate) == offsets[heads.classes][:, None]
             segments.append(jnp.where(is_kept, (token // length).astype(jnp.int32), nothing)[:, None])
         return documents, tuple(segments)
+
+    def of_members(self, is_row: Any, document: Any) -> Bool[Array, "J A C K R"] | None:
+        """Returns which rows are of a head that runs the branch, and of a document; None where all are."""
+        conditions = [
+            None if is_row is None else is_row[:, None],
+            None if document is None else document >= 0,
+            None if self.rows.heads.is_member is None else self.rows.heads.is_member[:, None],
+        ]
+        conditions = [condition for condition in conditions if condition is not None]
+        return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+class Side(NamedTuple):
+    """One side of a meeting: the mask of its rows, and the outlines of its tiles."""
+
+    mask: Any
+    outline: Outline
+    is_by_batch: bool = False
 
 
 class Meeting(NamedTuple):
     """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
 
-    Nothing is where the keys are not new.
+    `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
     """
 
-    queries: Slots
-    keys: Slots
+    branch: BranchSchedule
+    queries: Any
+    keys: Any
     is_new: Any = True
-    noise: Noise | None = None
 
-    @property
-    def branch(self) -> BranchSchedule:
-        """The branch that the rows are of."""
-        return self.queries.rows.branch
 
-    def of_classes(self) -> "Meeting":
-        """Returns the meeting of all classes of heads on the mesh."""
-        outline = lambda slots: slots._replace(rows=slots.rows.of_classes())
-        return self._replace(queries=outline(self.queries), keys=outline(self.keys))
+def see_queries(slots: Slots, noise: Noise | None = None) -> Side:
+    """Returns the side of queries, whose dropout is drawn from `noise`."""
+    mask = _mask_queries(slots, noise)
+    outlined = mask if slots.rows.is_whole else _mask_queries(slots.outlined())
+    # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
+    is_by_batch = slots.documents is not None and slots.rows.is_whole
+    return Side(mask, outline_queries(outlined, slots.num_groups), is_by_batch)
+
+
+def see_keys(slots: Slots) -> Side:
+    """Returns the side of keys."""
+    mask, is_member = _mask_keys(slots), slots.rows.heads.is_member
+    outlined = mask if slots.rows.is_whole else _mask_keys(slots.outlined())
+    return Side(mask, outline_keys(outlined, slots.num_groups, True if is_member is None else is_member.all()))
 
 
 def make_mask(meeting: Meeting) -> Mask:
     """Returns which queries attend to which keys: those of their segment, document, and no earlier branch."""
-    rows, branch = meeting.queries.rows, meeting.branch
-    # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
-    is_by_batch = meeting.queries.documents is not None and rows.is_whole
-    outline = meeting.of_classes()
-    visits = find_visits(
-        _mask_queries(outline.queries),
-        _mask_keys(outline.keys, outline.is_new),
-        branch.num_tiles // branch.num_blocks,
-        is_by_batch,
-    )
-    if rows.heads.is_member is not None:
-        visits = Visits(visits.meets & rows.heads.is_member.any(), visits.is_whole & rows.heads.is_member.all())
-    of_queries = _mask_queries(meeting.queries)
-    if meeting.noise is not None:
-        of_queries = of_queries._replace(stream=meeting.noise.stream(meeting.queries.tokens()[0]))
-    return Mask(of_queries, _mask_keys(meeting.keys, meeting.is_new), visits, is_by_batch)
+    queries, keys = meeting.queries, meeting.keys
+    visits = find_visits(queries.outline, keys.outline, queries.is_by_batch)
+    if meeting.is_new is not True:
+        visits = visits._replace(meets=visits.meets & meeting.is_new)
+    return Mask(queries.mask, keys.mask, visits, queries.is_by_batch)
 
 
-def _mask_queries(slots: Slots) -> QueryMask:
-    branch = slots.rows.branch
+def _mask_queries(slots: Slots, noise: Noise | None = None) -> QueryMask:
+    branch = slots.branch
     token, is_row = slots.tokens()
     document, segments = slots.labels(token, nothing=-1)
-    first = token - token % branch.segment_length
-    last = token if branch.is_causal else first + (branch.segment_length - 1)
-    is_row = _counts(slots, is_row, document)
-    first, last = jnp.where(is_row, first[:, None], NOWHERE), jnp.where(is_row, last[:, None], -1)
-    return QueryMask(first, last, document, segments)
+    is_row = slots.of_members(is_row, document)
+    first = token // branch.segment_length * branch.segment_length
+    # Within 32 bits, and within the 31 of positions.
+    last = token if branch.is_causal else jnp.minimum(first + (branch.segment_length - 1), EMPTY[0] - 1)
+    first, last = (array.astype(jnp.int32)[:, None] for array in (first, last))
+    if is_row is not None:
+        first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
+    return QueryMask(first, last, document, segments, () if noise is None else noise.stream(token))
 
 
-def _mask_keys(slots: Slots, is_new: Any) -> KeyMask:
+def _mask_keys(slots: Slots) -> KeyMask:
     token, is_row = slots.tokens()
     document, segments = slots.labels(token, nothing=-2)
-    is_row = _counts(slots, is_row & is_new, document)
-    return KeyMask(jnp.where(is_row, token[:, None], NOWHERE), document, segments)
-
-
-def _counts(slots: Slots, is_row: Bool[Array, "J C O R"], document: Any) -> Bool[Array, "J A C K R"]:
-    """Which rows are of a head that runs the branch, and of a document."""
-    is_row, is_member = is_row[:, None], slots.rows.heads.is_member
-    if document is not None:
-        is_row &= document >= 0
-    return is_row if is_member is None else is_row & is_member[:, None]
+    return KeyMask(token.astype(jnp.int32)[:, None], slots.of_members(is_row, document), document, segments)

@@ -19,9 +19,10 @@ def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: 
     """Returns the attention of one branch; the queries are where they are computed, the keys where they are kept."""
     branch = rows.branch
     implementation = plan.implementation(branch)
+    own = implementation.see_queries(_slots(rows, queries, 0), noise)
 
     def attend(step: Any, keys: Tiles, partial: Any) -> Any:
-        meeting = _meeting(rows, (queries, 0), (keys, step), step, noise)
+        meeting = _meeting(rows, own, implementation.see_keys(_slots(rows.of_keys(), keys, step)), step)
         return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
     def rotate_and_attend(carry: Any, step: Array) -> tuple[Any, None]:
@@ -31,7 +32,7 @@ def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: 
 
     carry: Any = (plan.swap(branch, keys), implementation.start(queries.arrays, keys.arrays.value))
     if branch.ring_size > 1:
-        carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.int32))
+        carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.uint32))
     return attend(branch.ring_size - 1, *carry)
 
 
@@ -41,21 +42,25 @@ def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan:
     implementation = plan.implementation(branch)
     keys = plan.swap(branch, keys)
     start = functools.partial(implementation.start_gradients, queries.arrays, keys.arrays)
+    see_queries = lambda queries, step: implementation.see_queries(_slots(rows, queries, step), noise)
+    see_keys = lambda keys, step: implementation.see_keys(_slots(rows.of_keys(), keys, step))
+    grads = start()
+    do_queries_travel = queries_travel(branch, _row_bytes(queries, keys, grads, branch))
+    own = see_keys(keys, 0) if do_queries_travel else see_queries(queries, 0)
 
     def visit_keys(step: Any, queries: Tiles, keys_grad: Any) -> tuple[Any, Any]:
         grads = start(step)._replace(key=keys_grad[0], value=keys_grad[1])
-        meeting = _meeting(rows, (queries, step), (keys, 0), step, noise)
+        meeting = _meeting(rows, see_queries(queries, step), own, step)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
     def visit_queries(step: Any, keys: Tiles, query_grad: Array) -> tuple[Any, Any]:
         grads = start(step)._replace(query=query_grad)
-        meeting = _meeting(rows, (queries, 0), (keys, step), step, noise)
+        meeting = _meeting(rows, own, see_keys(keys, step), step)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
-    grads = start()
-    if queries_travel(branch, _row_bytes(queries, keys, grads, branch)):
+    if do_queries_travel:
         query_grad, keys_grad = _travel(visit_keys, queries, tuple(grads[1:]), plan, branch)
     else:
         keys_grad, query_grad = _travel(visit_queries, keys, grads.query, plan, branch)
@@ -63,16 +68,15 @@ def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan:
     return query_grad, *plan.swap_back(branch, tuple(keys_grad))
 
 
-def _meeting(
-    rows: Rows, queries: tuple[Tiles, Any], keys: tuple[Tiles, Any], step: Any, noise: Noise | None
-) -> Meeting:
-    """The meeting of tiles that have made so many rotations, queries and keys, in a step of the ring."""
-    branch, shard = rows.branch, rows.shard
+def _slots(rows: Rows, tiles: Tiles, rotations: Any) -> Slots:
+    """The slots of tiles that have made so many rotations."""
+    branch = rows.branch
+    shard = branch.source(rows.shard.astype(jnp.uint32), rotations)
+    return Slots(rows, shard[None], branch.is_balanced, tiles.documents)
 
-    def slots(rows: Rows, tiles: Tiles, rotations: Any) -> Slots:
-        return Slots(rows, branch.source(shard, rotations)[None], branch.is_balanced, tiles.documents)
 
-    return Meeting(slots(rows, *queries), slots(rows.of_keys(), *keys), branch.is_new(shard, step), noise)
+def _meeting(rows: Rows, queries: Any, keys: Any, step: Any) -> Meeting:
+    return Meeting(rows.branch, queries, keys, rows.branch.is_new(rows.shard, step))
 
 
 def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) -> RowBytes:
@@ -108,7 +112,7 @@ def _travel(visit: Callable[..., Any], own: Any, resident_grad: Any, plan: Plan,
     grad, resident_grad = visit(1, arrays, resident_grad)
     if size > 2:
         carry = (plan.rotate(branch, arrays), grad, resident_grad)
-        carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size - 1, dtype=jnp.int32))
+        carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size - 1, dtype=jnp.uint32))
         arrays, grad, resident_grad = carry
         addend, resident_grad = visit(size - 1, arrays, resident_grad)
         grad = _add(plan.rotate(branch, grad), addend)

@@ -71,8 +71,9 @@ class Rows(NamedTuple):
 
     def of_classes(self) -> "Rows":
         """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
-        classes = jnp.arange(self.heads.offsets.size, dtype=jnp.int32)
-        return self._replace(heads=self.heads._replace(classes=classes, is_member=None))
+        classes, is_member = jnp.arange(self.heads.offsets.size, dtype=jnp.int32), self.heads.is_member
+        is_any = None if is_member is None else is_member.any()[None]
+        return self._replace(heads=self.heads._replace(classes=classes, is_member=is_any))
 
     def of_group(self, group: Any) -> "Rows":
         """Returns the rows of one of the groups of the shard."""

@@ -14,6 +14,11 @@ from ringjax._pattern import DilatedPattern
 MAX_BLOCK_ROWS = 512
 
 
+def remainder(number: Any, divisor: Any) -> Any:
+    """Returns what is left of a number that is not negative; jax's own operator is a dozen operations."""
+    return number - number // divisor * divisor
+
+
 @dataclasses.dataclass(frozen=True)
 class BranchSchedule:
     """One branch of a pattern on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
@@ -63,16 +68,16 @@ class BranchSchedule:
         """Returns the first shard and the number of shards of the ring that a shard belongs to."""
         rest = self.num_shards % self.ring_size
         in_short_ring = shard // (self.num_shards - rest) if rest else 0
-        return shard - shard % self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
+        return shard // self.ring_size * self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
 
     def source(self, shard: Any, step: Any) -> Any:
         """Returns the shard whose rows are at `shard` after `step` rotations."""
         first, size = self.ring(shard)
-        return first + (shard - first - step) % size
+        return first + remainder(shard - first + self.ring_size * size - step, size)
 
     def is_new(self, shard: Any, step: Any) -> Any:
         """Returns whether the rows that are at `shard` after `step` rotations are there for the first time."""
-        return step < self.ring(shard)[1]
+        return True if self.num_shards % self.ring_size == 0 else step < self.ring(shard)[1]
 
     def permutation(self, hops: int) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that move every shard's rows by `hops` shards along its ring."""
@@ -95,17 +100,18 @@ class BranchSchedule:
     def rank(self, token: Any, offset: Any) -> Any:
         """Returns the number of tokens before `token` that a head of this offset keeps."""
         return (token // self.segment_length) * self.kept(self.segment_length, offset) + self.kept(
-            token % self.segment_length, offset
+            remainder(token, self.segment_length), offset
         )
 
     def token(self, rank: Any, offset: Any) -> Any:
         """Returns the kept token of the given rank."""
         kept = self.kept(self.segment_length, offset)
-        return (rank // kept) * self.segment_length + offset + (rank % kept) * self.dilation_rate
+        return (rank // kept) * self.segment_length + offset + remainder(rank, kept) * self.dilation_rate
 
     def is_kept(self, token: Any, offset: Any) -> Any:
         """Returns whether a head of this offset keeps the token."""
-        return ((token % self.segment_length) % self.dilation_rate == offset) & (token < self.stop)
+        in_segment = remainder(token, self.segment_length)
+        return (remainder(in_segment, self.dilation_rate) == offset) & (token < self.stop)
 
     def first(self, shard: Any, chunk: Any = 0) -> Any:
         """Returns the position at which a shard's chunk begins."""
@@ -150,7 +156,10 @@ class BranchSchedule:
     def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the token in a slot of a shard's chunk, and whether there is one."""
         start = self.first(shard, chunk)
-        token = self.token(self.rank(start, offset) + slot, offset)
+        if self.is_strided:
+            token = start + offset + slot * self.dilation_rate
+        else:
+            token = self.token(self.rank(start, offset) + slot, offset)
         return token, (token < start + self.chunk_length) & (token < self.stop)
 
     def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
@@ -247,7 +256,7 @@ class BranchSchedule:
             return shard, slot
         half = self.num_slots // 2
         is_swapped = (slot >= half) != self.is_late(shard)
-        return shard + is_swapped * (self.partner(shard) - shard), slot % half + is_swapped * half
+        return shard + is_swapped * (self.partner(shard) - shard), remainder(slot, half) + is_swapped * half
 
     def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""

@@ -11,12 +11,14 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax import _block
 from ringjax._block import Gradients, Keys, Partial, Queries, Weighting
-from ringjax._meeting import Meeting, make_mask
+from ringjax._meeting import Meeting, make_mask, see_keys, see_queries
 from ringjax._schedule import BranchSchedule
 
 # Of an array that is laid out, the axis along which the slots of a shard follow each other.
 SLOTS_AXIS = 0
 IS_FUSED = False
+
+__all__ = ["see_keys", "see_queries"]  # what masks need to know of rows, wherever they are
 
 start, finish = _block.start, _block.finish
 start_gradients, finish_gradients = _block.start_gradients, _block.finish_gradients
