@@ -116,30 +116,33 @@ def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMa
     )
 
 
+# Compiled as functions: rings compute the same with other arrays, several times.
+
+
+@functools.partial(jax.jit, static_argnames="weighting")
 def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial: Partial) -> Partial:
     """Adds the attention of queries on the keys that the mask allows to a softmax under way."""
     shapes = jax.tree.map(jnp.shape, partial)
     fold, query_mask, key_mask = _fold(query, keys, mask)
     query, partial = jax.tree.map(fold.queries, (query, partial))
     keys = jax.tree.map(fold.keys, keys)
-    tiles_of_group = mask.visits.meets.shape[2]
 
     def tile_of_queries(partials, tile):
-        index, query, query_mask, (start, stop, cases) = tile
+        index, query, query_mask, (first, start, stop, cases) = tile
 
         def tile_of_keys(j, partial):
-            tile, tile_mask = _at(keys, j), _at(key_mask, j)
+            tile, tile_mask = _at((keys, key_mask), first + j)
             kept = _kept(query_mask, tile_mask, weighting)
             scores = lambda: _scores(query, tile.key, weighting)
             add = lambda partial, scores: _add_scores(partial, scores, tile.value, kept, weighting)
             cut = lambda partial: add(partial, masked(scores(), query_mask, tile_mask))
             whole = lambda partial: add(partial, scores())
-            return jax.lax.switch(cases[j % tiles_of_group], (lambda partial: partial, cut, whole), partial)
+            return jax.lax.switch(_at(cases, j), (lambda partial: partial, cut, whole), partial)
 
         partial = jax.lax.fori_loop(start, stop, tile_of_keys, _at(partials, index))
-        return jax.tree.map(lambda array, tile: _put_at(array, index, tile), partials, partial), None
+        return _put_at(partials, index, partial), None
 
-    indices = jnp.arange(query.shape[0], dtype=jnp.int32)
+    indices = jnp.arange(query.shape[0], dtype=jnp.uint32)
     tiles = indices, query, query_mask, mask.visits.of_queries()
     partial, _ = jax.lax.scan(tile_of_queries, partial, tiles)
     return jax.tree.map(fold.undo, partial, Partial(*shapes))
@@ -230,35 +233,34 @@ def start_gradients(queries: Queries, keys: Keys, step: Any = 0) -> Gradients:
     return Gradients(zeros(queries.query), *(zeros(array.swapaxes(-1, -2)) for array in keys))
 
 
+@functools.partial(jax.jit, static_argnames="weighting")
 def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, grads: Gradients) -> Gradients:
     """Adds what the allowed pairs contribute to sums of gradients under way."""
     shapes = jax.tree.map(jnp.shape, grads)
     fold, query_mask, key_mask = _fold(queries.query, keys, mask)
     queries, query_grad = jax.tree.map(fold.queries, (queries, grads.query))
     keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
-    tiles_of_group = mask.visits.meets.shape[1]
 
     def tile_of_keys(grads, tile):
-        index, keys, key_mask, (start, stop, cases) = tile
+        index, keys, key_mask, (first, start, stop, cases) = tile
 
         def tile_of_queries(i, grads):
             query_grads, key_grad, value_grad = grads
-            tile, tile_mask = _at(queries, i), _at(query_mask, i)
+            tile, tile_mask, query_grad = _at((queries, query_mask, query_grads), first + i)
             kept = _kept(tile_mask, key_mask, weighting)
             mask = lambda scores: masked(scores, tile_mask, key_mask)
-            zeros = lambda: (jnp.zeros_like(query_grads[i]), jnp.zeros_like(key_grad), jnp.zeros_like(value_grad))
+            zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
             cut = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
             whole = lambda: _tile_gradients(tile, keys, lambda scores: scores, kept, weighting)
-            dq, dk, dv = jax.lax.switch(cases[i % tiles_of_group], (zeros, cut, whole))
-            return _put_at(query_grads, i, query_grads[i] + dq), key_grad + dk, value_grad + dv
+            dq, dk, dv = jax.lax.switch(_at(cases, i), (zeros, cut, whole))
+            return _put_at(query_grads, first + i, query_grad + dq), key_grad + dk, value_grad + dv
 
         query_grads, *keys_grads = grads
-        grads = query_grads, *(array[index] for array in keys_grads)
+        grads = query_grads, *_at(keys_grads, index)
         query_grads, *keys_grad = jax.lax.fori_loop(start, stop, tile_of_queries, grads)
-        put = lambda array, tile: _put_at(array, index, tile)
-        return (query_grads, *map(put, keys_grads, keys_grad)), None
+        return (query_grads, *_put_at(keys_grads, index, keys_grad)), None
 
-    indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)
+    indices = jnp.arange(keys.key.shape[0], dtype=jnp.uint32)
     tiles = indices, keys, key_mask, mask.visits.of_keys()
     (query_grad, *keys_grad), _ = jax.lax.scan(tile_of_keys, (query_grad, *keys_grad), tiles)
     return jax.tree.map(fold.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))
@@ -270,13 +272,29 @@ def finish_gradients(grads: Gradients, weighting: Weighting) -> tuple[Array, Arr
     return grads.query * scale, grads.key.swapaxes(-1, -2) * scale, grads.value.swapaxes(-1, -2)
 
 
+# By index in few operations: jax's own operators would wrap an index that is negative, at each of the many places.
+
+
 def _at(tiles: Any, index: Array) -> Any:
-    return jax.tree.map(lambda array: array[index], tiles)
+    rest = index - index
+
+    def at(array: Array) -> Array:
+        starts = (index, *[rest] * (array.ndim - 1))
+        tile = jax.lax.dynamic_slice(array, starts, (1, *array.shape[1:]), allow_negative_indices=False)
+        return jax.lax.squeeze(tile, (0,))
+
+    return jax.tree.map(at, tiles)
 
 
-def _put_at(array: Array, index: Array, tile: Array) -> Array:
+def _put_at(tiles: Any, index: Array, tile: Any) -> Any:
+    rest = index - index
+
     # In place: as an input and an output of a scan there would be two arrays, and a scatter would be serial on CPUs.
-    return jax.lax.dynamic_update_index_in_dim(array, tile, index, axis=0)
+    def put(array: Array, tile: Array) -> Array:
+        starts = (index, *[rest] * tile.ndim)
+        return jax.lax.dynamic_update_slice(array, tile[None], starts, allow_negative_indices=False)
+
+    return jax.tree.map(put, tiles, tile)
 
 
 def _tile_gradients(

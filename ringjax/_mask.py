@@ -5,11 +5,14 @@ key. Letters: I tiles of queries, J tiles of keys, B batch, A the batches that m
 by side, K key/value heads, O the heads that masks tell apart, G query heads of one key/value head, R rows of a tile.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, UInt
 
@@ -25,18 +28,21 @@ class Visits(NamedTuple):
 
     NOTHING, CUT, WHOLE = range(3)  # the cases of two tiles
 
-    def of_queries(self) -> tuple[Array, Array, Array]:
-        """Returns for each tile of queries the tiles of keys `start..stop` that it may meet, and the case of each."""
-        groups, _, tiles = self.meets.shape
-        number = jax.lax.broadcasted_iota(jnp.int32, self.meets.shape, 2)
+    def of_queries(self) -> tuple[Any, Array, Array, Array]:
+        """Returns for each tile of queries the first tile of keys of its group, and what it may meet.
+
+        These are the tiles `start..stop` of the group, and the case of each tile of it.
+        """
+        groups, rows, tiles = self.meets.shape
+        number = jax.lax.broadcasted_iota(jnp.uint32, self.meets.shape, 2)
         start = jnp.where(self.meets, number, tiles).min(axis=2)
         stop = jnp.where(self.meets, number + 1, 0).max(axis=2)  # before the start where nothing meets
-        first = jnp.arange(groups, dtype=jnp.int32)[:, None] * tiles
+        first = np.repeat(np.arange(groups, dtype=np.uint32) * tiles, rows)
         cases = self.meets.astype(jnp.int32) + (self.meets & self.is_whole)
-        return (first + start).reshape(-1), (first + stop).reshape(-1), cases.reshape(-1, tiles)
+        return first, start.reshape(-1), stop.reshape(-1), cases.reshape(-1, tiles)
 
-    def of_keys(self) -> tuple[Array, Array, Array]:
-        """Returns for each tile of keys the tiles of queries `start..stop` that it may meet, and the case of each."""
+    def of_keys(self) -> tuple[Any, Array, Array, Array]:
+        """Returns for each tile of keys what `of_queries` does for those of queries."""
         return Visits(*(array.swapaxes(1, 2) for array in self)).of_queries()
 
 
@@ -88,7 +94,9 @@ class Outline(NamedTuple):
     segments: tuple[tuple[Range, Bool[Array, "A groups I C"]], ...] = ()  # of those that are, and whether all are
 
 
-class Mask(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("queries", "keys", "visits"), meta_fields=("is_by_batch",))
+@dataclasses.dataclass(frozen=True)
+class Mask:
     """Which queries attend to which keys; tiles of one batch alone where `is_by_batch`, its groups after each other."""
 
     queries: QueryMask

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from ringjax import _dropout
 from ringjax._mask import EMPTY, KeyMask, Mask, Outline, QueryMask, find_visits, outline_keys, outline_queries
-from ringjax._rows import Rows
+from ringjax._rows import Rows, pick
 from ringjax._schedule import BranchSchedule, remainder
 
 
@@ -65,18 +65,39 @@ class Slots(NamedTuple):
 
         None where every slot of every shard has one.
         """
-        branch = self.branch
+        branch, offset = self.branch, self.rows.offset[:, None]
         shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
         tile = np.arange(branch.num_tiles, dtype=np.uint32)[:, None, None, None]
         chunk = tile // branch.num_blocks * branch.chunks_per_tile
         chunk = chunk + np.arange(branch.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
-        first_slot = tile % branch.num_blocks * branch.block_rows  # [I, 1, 1, 1]
-        slot = jnp.arange(branch.block_rows, dtype=jnp.uint32)
-        if self.is_swapped:  # the halves of a shard's slots are whole tiles, each of another shard
-            shard, first_slot = branch.origin(shard, first_slot)
-        token, is_row = branch.slot_token(shard, chunk, slot + first_slot, self.rows.offset[:, None])
+        slot = np.uint32(branch.block_rows) * (tile % branch.num_blocks)  # [I, 1, 1, 1]
+        slots = jnp.arange(branch.block_rows, dtype=jnp.uint32)
+        if branch.is_strided:
+            start, end = self._spans(shard, chunk, slot)
+            token = start + (offset + slots * np.uint32(branch.dilation_rate))  # [S, I, C, O, R]
+            is_row = None if branch.is_dense else token < end
+        else:
+            # The halves of a shard's slots are whole tiles, each of another shard.
+            shard, slot = branch.origin(shard, slot) if self.is_swapped else (shard, slot)
+            token, is_row = branch.slot_token(shard, chunk, slots + slot, offset)
         flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
-        return flat(token), None if branch.is_dense else flat(is_row)
+        return flat(token), None if is_row is None else flat(is_row)
+
+    def _spans(self, shard: Any, chunk: Any, slot: Any) -> tuple[Array, Array]:
+        """Returns the first token of each tile's blocks, and where their chunks or the tokens end."""
+        branch = self.branch
+        rate, stop = np.uint32(branch.dilation_rate), np.uint32(branch.stop)
+        if not self.is_swapped:
+            begin = shard * np.uint32(branch.shard_length) + branch.first(0, chunk)
+            end = begin + np.uint32(branch.chunk_length)
+            return begin + slot * rate, end if branch.is_dense else jnp.minimum(end, stop)
+        # By a table of the shards and the slots that their two halves are from.
+        holder, first_slot = branch.origin(np.arange(branch.num_shards)[:, None], np.array([0, branch.num_slots // 2]))
+        begin = branch.first(holder)
+        table = np.stack([begin + first_slot * rate, np.minimum(begin + branch.chunk_length, stop)])
+        tiles = branch.num_tiles // 2
+        start, end = jnp.repeat(pick(table.astype(np.uint32), self.shards, axis=1), tiles, axis=2)[..., None, None, None]
+        return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * rate, end
 
     def labels(self, token: UInt[Array, "J C O R"], nothing: int) -> tuple[Any, tuple[Array, ...]]:
         """Returns the documents, and the segments of earlier branches: the number `nothing` where one keeps no row."""
@@ -84,7 +105,7 @@ class Slots(NamedTuple):
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
         segments = []
         for (_, length, rate), offsets in zip(self.branch.earlier, heads.earlier_offsets, strict=True):
-            is_kept = remainder(remainder(token, length), rate) == offsets[heads.classes][:, None]
+            is_kept = remainder(remainder(token, length), rate) == pick(offsets, heads.classes)[:, None]
             segments.append(jnp.where(is_kept, (token // length).astype(jnp.int32), nothing)[:, None])
         return documents, tuple(segments)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Noise
 from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
-from ringjax._rows import Heads, Rows
+from ringjax._rows import Heads, Rows, pick
 from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule
 
 SHARED_BLOCK_ROWS = 128
@@ -71,23 +72,25 @@ class Plan:
             self.pattern.offset(np.asarray(numbers), rate, self.num_kv_heads, number) for number, _, rate in branches
         ]
         offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
-        own, *earlier = jnp.asarray(offsets, jnp.uint32)
+        own, *earlier = offsets.astype(np.uint32)
         first, head, is_member = self._members(numbers)
-        head = jnp.clip(head - numbers.start, 0, len(numbers) - 1)
-        classes = jnp.asarray(classes.reshape(-1), jnp.int32)[head] if offsets.shape[1] > 1 else jnp.zeros(1, jnp.int32)
+        head = (head - numbers.start).clip(0, len(numbers) - 1)
+        classes = pick(classes.reshape(-1).astype(np.int32), head) if offsets.shape[1] > 1 else np.zeros(1, np.int32)
         return Heads(first, head.size, own, tuple(earlier), classes, is_member)
 
-    def _members(self, numbers: range) -> tuple[Any, Array, Any]:
+    def _members(self, numbers: range) -> tuple[Any, Any, Any]:
         """Returns this shard's first head among these, the global numbers of as many as a shard has, and their members.
 
         Shards that hold fewer members than others also name heads that are none; None where all are members.
         """
         local = self.local_heads
         shards = jax.lax.axis_size(self.placement.heads)
+        if shards == 1:  # known beforehand, and folded where it is used
+            return numbers.start, np.array(numbers), None
         begins = [shard * self.num_kv_heads // shards for shard in range(shards)]
         counts = [min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins]
         most = max(counts)
-        first = jnp.clip(numbers.start - self.first_head, 0, local - most) if shards > 1 else numbers.start
+        first = jnp.clip(numbers.start - self.first_head, 0, local - most)
         head = self.first_head + first + jnp.arange(most, dtype=jnp.int32)
         is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
         return first, head, is_member
@@ -126,22 +129,28 @@ class Plan:
     def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
         permutation = branch.swap_permutation()
 
-        def give(array: Array) -> Array:
-            own, given = self._halves(branch, array)
-            return self._join(branch, own, jax.lax.ppermute(given, self.placement.axis_name, permutation))
+        def give(own: Array, given: Array) -> list[Array]:
+            return [own, jax.lax.ppermute(given, self.placement.axis_name, permutation)]
 
-        return jax.tree.map(give, tiles)
+        return self._of_halves(branch, give, tiles)
 
     def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
-        is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name))
-        flip = lambda array: self._join(branch, *self._halves(branch, array)[::-1])
-        return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
+        is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name).astype(jnp.uint32))
 
-    def _halves(self, branch: BranchSchedule, array: Array) -> list[Array]:
-        return jnp.split(array, 2, axis=self.implementation(branch).SLOTS_AXIS)
+        def sort(some: Array, others: Array) -> list[Array]:
+            return [jax.lax.select_n(is_late, some, others), jax.lax.select_n(is_late, others, some)]
 
-    def _join(self, branch: BranchSchedule, *halves: Array) -> Array:
-        return jnp.concatenate(halves, axis=self.implementation(branch).SLOTS_AXIS)
+        return self._of_halves(branch, sort, tiles)
+
+    def _of_halves(self, branch: BranchSchedule, function: Callable[[Array, Array], list[Array]], tiles: Any) -> Any:
+        """Returns tiles whose halves are what the function makes of them."""
+        axis = self.implementation(branch).SLOTS_AXIS
+
+        def apply(array: Array) -> Array:
+            halves = jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
+            return jax.lax.concatenate(function(*halves), axis)
+
+        return jax.tree.map(apply, tiles)
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Int, Integer, Shaped, UInt
 
@@ -22,14 +23,15 @@ class Heads(NamedTuple):
     """The key/value heads of a shard that run a branch: `size` of them, from its own number `first` on.
 
     Heads are of one class whose rows have the same offsets, in this branch and in earlier ones whose pairs it leaves
-    out. Where shards have different numbers of heads in the branch, `is_member` says which of these are.
+    out. Where shards have different numbers of heads in the branch, `is_member` says which of these are. Classes are
+    NumPy's where all shards have the same heads.
     """
 
     first: Any
     size: int
-    offsets: UInt[Array, "classes"]
-    earlier_offsets: tuple[UInt[Array, "classes"], ...]
-    classes: Int[Array, "O"]
+    offsets: UInt[np.ndarray, "classes"]
+    earlier_offsets: tuple[UInt[np.ndarray, "classes"], ...]
+    classes: Int[Array | np.ndarray, "O"]
     is_member: Bool[Array, "K"] | None = None
 
     def cut(self, array: Shaped[Array, "B n all D"]) -> Shaped[Array, "B n K D"]:
@@ -61,9 +63,9 @@ class Rows(NamedTuple):
     is_whole: bool = False
 
     @property
-    def offset(self) -> UInt[Array, "O"]:
+    def offset(self) -> UInt[Array | np.ndarray, "O"]:
         """The offset of each head."""
-        return self.heads.offsets[self.heads.classes]
+        return pick(self.heads.offsets, self.heads.classes)
 
     def of_keys(self) -> "Rows":
         """Returns the rows of keys."""
@@ -71,7 +73,7 @@ class Rows(NamedTuple):
 
     def of_classes(self) -> "Rows":
         """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
-        classes, is_member = jnp.arange(self.heads.offsets.size, dtype=jnp.int32), self.heads.is_member
+        classes, is_member = np.arange(self.heads.offsets.size, dtype=np.int32), self.heads.is_member
         is_any = None if is_member is None else is_member.any()[None]
         return self._replace(heads=self.heads._replace(classes=classes, is_member=is_any))
 
@@ -122,7 +124,8 @@ class Rows(NamedTuple):
         if split.shape[2] == 1:
             return split[:, :, 0]
         ways = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if self.is_whole else {})
-        return jax.lax.platform_dependent(split, self.offset, **ways)
+        ways = {platform: functools.partial(function, offset=self.offset) for platform, function in ways.items()}
+        return jax.lax.platform_dependent(split, **ways)
 
     def _put_one(
         self, split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], combine: Combine
@@ -130,21 +133,30 @@ class Rows(NamedTuple):
         if split.shape[2] == 1:
             return combine(split[:, :, 0], rows)[:, :, None]
         ways = {"cpu": put_slices, "default": put_selected}
-        ways = {platform: functools.partial(function, combine=combine) for platform, function in ways.items()}
-        return jax.lax.platform_dependent(split, rows, self.offset, **ways)
+        more = {"offset": self.offset, "combine": combine}
+        ways = {platform: functools.partial(function, **more) for platform, function in ways.items()}
+        return jax.lax.platform_dependent(split, rows, **ways)
 
     def _split(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m r K D"]:
         return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.branch.dilation_rate)
 
     def _resize(self, rows: Shaped[Array, "B m K D"], size: int) -> Shaped[Array, "B M K D"]:
         """Gives each chunk `size` slots: empty ones are added or removed at its end."""
+        missing = size - rows.shape[1] // self.branch.num_chunks
+        if not missing:
+            return rows
         chunks = rearrange(rows, "B (c s) ... -> B c s ...", c=self.branch.num_chunks)
-        missing = size - chunks.shape[2]
-        if missing:
-            chunks = jax.lax.pad(
-                chunks, jnp.zeros((), rows.dtype), [(0, missing if axis == 2 else 0, 0) for axis in range(chunks.ndim)]
-            )
+        chunks = jax.lax.pad(
+            chunks, jnp.zeros((), rows.dtype), [(0, missing if axis == 2 else 0, 0) for axis in range(chunks.ndim)]
+        )
         return rearrange(chunks, "B c s ... -> B (c s) ...")
+
+
+def pick(array: np.ndarray, index: Any, axis: int = 0) -> Any:
+    """Returns the entries of a table with these numbers, a NumPy array if these are known beforehand."""
+    if isinstance(index, np.ndarray):
+        return array.take(index, axis)
+    return jnp.take(array, index, axis, mode="clip")
 
 
 def naturals(stop: int) -> UInt[Array, "stop"]:
@@ -164,23 +176,23 @@ def _take(array: Shaped[Array, "B m K D"], index: Integer[Array, "M O"]) -> Shap
 # all of their operand, and a selection is one fused pass.
 
 
-def take_selected(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+def take_selected(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m K D"]:
     """Returns the token number `offset` of each r, by selection."""
     return jnp.where(_is_offset(split.shape[2], offset), split, 0).sum(axis=2, dtype=split.dtype)
 
 
 def put_selected(
-    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
+    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array | np.ndarray, "O"], combine: Combine
 ) -> Shaped[Array, "B m r K D"]:
     """Replaces the token number `offset` of each r, by selection."""
     return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
 
 
-def _is_offset(rate: int, offset: UInt[Array, "O"]) -> Bool[Array, "rate O 1"]:
-    return (naturals(rate)[:, None] == offset)[..., None]
+def _is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array | np.ndarray, "rate O 1"]:
+    return (np.arange(rate, dtype=np.uint32)[:, None] == offset)[..., None]
 
 
-def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m K D"]:
     """Returns the token number `offset` of each r, slice by slice."""
     batch, count, _, heads, width = split.shape
     numbers = jax.lax.GatherDimensionNumbers(
@@ -195,7 +207,7 @@ def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> 
 
 
 def put_slices(
-    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array, "O"], combine: Combine
+    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array | np.ndarray, "O"], combine: Combine
 ) -> Shaped[Array, "B m r K D"]:
     """Replaces the token number `offset` of each r, slice by slice."""
     numbers = jax.lax.ScatterDimensionNumbers(
@@ -212,17 +224,15 @@ def put_slices(
     )
 
 
-def take_vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> Shaped[Array, "B m K D"]:
+def take_vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m K D"]:
     """Returns the token number `offset` of each r, vector by vector."""
-    index = _vectors(split, offset)
-    return split.reshape(-1, split.shape[-1]).at[index].get(mode="promise_in_bounds", unique_indices=True)
+    batch, count, rate, heads, width = split.shape
+    of_first = naturals(batch * count).reshape(batch, count, 1) * np.uint32(rate * heads)
+    index = of_first + (offset * np.uint32(heads) + np.arange(heads, dtype=np.uint32))
+    numbers = jax.lax.GatherDimensionNumbers(offset_dims=(3,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    vectors = split.reshape(-1, width)
+    return jax.lax.gather(vectors, index[..., None], numbers, (1, width), unique_indices=True, mode="promise_in_bounds")
 
 
-def _vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array, "O"]) -> UInt[Array, "B m K"]:
-    batch, count, rate, heads, _ = split.shape
-    of_first = naturals(batch * count).reshape(batch, count, 1) * (rate * heads)
-    return of_first + (offset * heads + naturals(heads))
-
-
-def _of_heads(offset: UInt[Array, "O"], heads: int) -> Int[Array, "K 1"]:
-    return jnp.broadcast_to(offset, heads).astype(jnp.int32)[:, None]
+def _of_heads(offset: UInt[Array | np.ndarray, "O"], heads: int) -> Int[Array | np.ndarray, "K 1"]:
+    return (offset + np.zeros(heads, np.uint32)).astype(np.int32)[:, None]
