@@ -197,7 +197,7 @@ def _computed_rows(array: jax.Array, branch: BranchSchedule, shard: int, impleme
 
 
 def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
-    heads = Heads(0, chunks[0][1].shape[2], jnp.zeros(1, jnp.uint32), (), jnp.zeros(1, jnp.int32))
+    heads = Heads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
     slots = lambda holder: Slots(Rows(branch, jnp.int32(holder), heads), jnp.int32([holder]), True)
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
@@ -205,7 +205,8 @@ def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementat
         partial = implementation.start(query, chunks[0][2])
         for step in range(branch.num_shards):
             source = branch.source(shard, step)
-            keys, meeting = Keys(*chunks[source][1:]), Meeting(slots(shard), slots(source))
+            sides = implementation.see_queries(slots(shard)), implementation.see_keys(slots(source))
+            keys, meeting = Keys(*chunks[source][1:]), Meeting(branch, *sides)
             partial = implementation.forward(query, keys, meeting, weighting, partial)
         return implementation.finish(partial)
 

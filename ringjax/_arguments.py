@@ -7,11 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int, UInt
 
 from ringjax import _dropout
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Numbers whose products and quotients stay normal numbers of float32.
+_LEAST, _MOST = 1e-18, 1e18
+# Positions are numbers of int32.
+MAX_POSITIONS = 2**31 - 1
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> None:
@@ -22,6 +27,8 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     """
     arrays = {"query": query, "key": key, "value": value}
     for name, array in arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise TypeError(f"{name} is a ShapeDtypeStruct: pass arrays, or call jax.eval_shape on the function")
         if not hasattr(array, "dtype") or jnp.dtype(array.dtype).name not in _DTYPES:
             kind = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{name} is of {kind}: pass an array of one of {', '.join(_DTYPES)}")
@@ -46,7 +53,9 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def check_numbers(scale: Any, logits_soft_cap: Any, dropout_rate: Any, query_offset: Any, block_size: Any) -> None:
+def check_numbers(
+    scale: Any, logits_soft_cap: Any, dropout_rate: Any, query_offset: Any = 0, block_size: Any = None
+) -> None:
     """Checks the numbers of a call.
 
     Raises:
@@ -57,16 +66,51 @@ def check_numbers(scale: Any, logits_soft_cap: Any, dropout_rate: Any, query_off
         is_optional = name != "dropout_rate"
         if not (isinstance(number, numbers.Real) or (number is None and is_optional)):
             raise TypeError(f"{name}={number!r} must be a number, known when the call is traced")
-    if logits_soft_cap is not None and not 0 < logits_soft_cap < math.inf:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be positive, such as 50.0: leave it out for none")
+    if scale and not _LEAST <= abs(scale) <= _MOST:
+        raise ValueError(f"scale={scale!r} must be 0, or between {_LEAST} and {_MOST}: float32 has no room for more")
+    if logits_soft_cap is not None and not _LEAST <= logits_soft_cap <= _MOST:
+        raise ValueError(
+            f"logits_soft_cap={logits_soft_cap!r} must be positive, such as 50.0, between {_LEAST} and {_MOST}: "
+            "leave it out for none"
+        )
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate={dropout_rate!r} must be in [0, 1): it is the share of weights to drop")
-    if not isinstance(query_offset, numbers.Integral):
+    if not isinstance(query_offset, numbers.Integral) or isinstance(query_offset, bool):
         raise TypeError(f"query_offset={query_offset!r} must be an integer, known when the call is traced")
-    if not 0 <= int(query_offset) < 2**30:
-        raise ValueError(f"query_offset={query_offset} must be in [0, 2**30): the first key is at 0, the queries after")
+    if query_offset < 0:
+        raise ValueError(f"query_offset={query_offset} must not be negative: the first key is at 0, the queries after")
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
+
+
+def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation: Any, implementations: Any) -> None:
+    """Checks the arguments that name one of several ways.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal={is_causal!r} must be True or False")
+    if strategy not in strategies:
+        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, strategies))}")
+    if implementation is not None and implementation not in implementations:
+        known = ", ".join(map(repr, implementations))
+        raise ValueError(f"implementation={implementation!r} is unknown: use one of {known}, or None for the fastest")
+
+
+def check_positions(length: int, key_length: int, query_offset: int) -> None:
+    """Checks that all positions are numbers of int32.
+
+    Raises:
+      ValueError: naming the argument, its value and the remedy.
+    """
+    if query_offset + length > MAX_POSITIONS:
+        raise ValueError(
+            f"query_offset={query_offset} and {length} queries end beyond position {MAX_POSITIONS}: "
+            "positions are 32-bit integers; start earlier"
+        )
+    if key_length > MAX_POSITIONS:
+        raise ValueError(f"key has {key_length} tokens, of at most {MAX_POSITIONS}: positions are 32-bit integers")
 
 
 def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, "*B T"] | None, Any]:
@@ -98,8 +142,18 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
                 f"{name} has the shape {ids.shape}: it numbers the document of each token, "
                 f"so make that {tokens.shape[:-2]}"
             )
-    of_queries, *of_keys = (jnp.asarray(ids) for ids, _ in named.values())
+    of_queries, *of_keys = (_narrow(name, ids) for name, (ids, _) in named.items())
     return of_queries, of_keys[0] if of_keys else of_queries
+
+
+def _narrow(name: str, ids: Any) -> Int[Array, "..."]:
+    """Returns document numbers in 32 bits at most."""
+    bounds = jnp.iinfo(jnp.int32)
+    if jnp.dtype(ids.dtype).itemsize > 4 and not isinstance(ids, Tracer) and np.size(ids):
+        least, most = np.min(ids), np.max(ids)
+        if least < bounds.min or most > bounds.max:
+            raise ValueError(f"{name} has numbers from {least} to {most}: use 32-bit integers, such as 0, 1, 2, ...")
+    return jnp.asarray(ids, min(jnp.dtype(ids.dtype), jnp.dtype(jnp.int32), key=lambda dtype: dtype.itemsize))
 
 
 def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None:
@@ -110,9 +164,22 @@ def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None
     """
     if not dropout_rate:
         return None
+    remedy = "use an integer of 64 bits, an array of one, or a key of jax.random"
     if dropout_seed is None:
-        raise ValueError(f"dropout_rate={dropout_rate} needs a dropout_seed: an integer, or a key of jax.random")
-    is_array = isinstance(dropout_seed, jax.Array | np.ndarray)
-    if isinstance(dropout_seed, bool) or not (is_array or isinstance(dropout_seed, numbers.Integral)):
-        raise TypeError(f"dropout_seed={dropout_seed!r} must be an integer, or a key of jax.random")
-    return _dropout.make_seed(dropout_seed)
+        raise ValueError(f"dropout_rate={dropout_rate} needs a dropout_seed: {remedy}")
+    is_array = isinstance(dropout_seed, jax.Array | np.ndarray | np.generic)
+    dtype = dropout_seed.dtype if is_array else type(dropout_seed)
+    is_key = is_array and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or _is_raw_key(dropout_seed))
+    is_integer = jnp.issubdtype(dtype, jnp.integer) if is_array else isinstance(dropout_seed, numbers.Integral)
+    if isinstance(dropout_seed, bool) or not (is_key or is_integer):
+        raise TypeError(f"dropout_seed={dropout_seed!r} is of {dtype}: {remedy}")
+    if np.size(dropout_seed) != 1 and not (is_array and _is_raw_key(dropout_seed)):
+        raise ValueError(f"dropout_seed has the shape {np.shape(dropout_seed)}: {remedy}")
+    if not is_array and not -(2**63) <= dropout_seed < 2**64:
+        raise ValueError(f"dropout_seed={dropout_seed} has more than 64 bits: {remedy}")
+    return _dropout.make_seed(dropout_seed if is_key or not is_array else dropout_seed.reshape(()))
+
+
+def _is_raw_key(seed: Any) -> bool:
+    """Whether an array is a key of the older kind: two words, or four."""
+    return seed.dtype == jnp.uint32 and seed.shape in ((2,), (4,))

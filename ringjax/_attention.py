@@ -11,12 +11,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ringjax._arguments import check_arrays, check_numbers, read_documents, read_seed
-from ringjax._block import Weighting
-from ringjax._implementation import Implementation, implement
-from ringjax._mesh import find_placement
+from ringjax._arguments import (
+    check_arrays,
+    check_choices,
+    check_numbers,
+    check_positions,
+    read_documents,
+    read_seed,
+)
+from ringjax._block import Weighting, accumulation_dtype
+from ringjax._implementation import IMPLEMENTATIONS, Implementation, implement
+from ringjax._mesh import check_mesh, find_placement
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
 from ringjax._plan import Plan, choose_block_size
+from ringjax._promotion import with_own_promotion
 from ringjax._rule import STRATEGIES, Context, ring_attention
 from ringjax._schedule import make_schedule
 
@@ -24,6 +32,7 @@ Strategy = Literal["ring", "all_gather"]
 Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
 
 
+@with_own_promotion
 def ring_dilated_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -118,11 +127,11 @@ def ring_dilated_attention(
       >>> out.shape
       (1, 16, 4, 8)
     """
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets, merge, heads)
+    pattern = DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, STRATEGIES))}")
+    check_choices(is_causal, strategy, STRATEGIES, implementation, IMPLEMENTATIONS)
+    check_mesh(mesh, axis_name, spec)
     documents = read_documents(document_ids, query, key)
     seed = read_seed(dropout_seed, dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
@@ -130,8 +139,9 @@ def ring_dilated_attention(
     if scale <= 0:  # below, scales are positive: the sign goes to the keys
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name, spec)
+    check_positions(placement.length(query), placement.length(key), int(query_offset))
     if block_size is None:
-        batch_heads = math.prod(query.shape[:-3]) * query.shape[-2]
+        batch_heads = math.prod(placement.block(query))
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
         block_size = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
     branches = make_schedule(
@@ -161,7 +171,11 @@ def ring_dilated_attention(
         strategy=strategy,
         broadcast_dropout=bool(broadcast_dropout),
     )
-    out, lse = _attend(query, key, value, Context(*documents, seed), plan)
+    if 0 in query.shape[:-3]:
+        dtype = accumulation_dtype(query, key, value)
+        out, lse = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
+    else:
+        out, lse = _attend(query, key, value, Context(*documents, seed), plan)
     return (out, lse) if return_residual else out
 
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
@@ -45,8 +46,8 @@ def attention_fn(
     if unknown:
         raise TypeError(f"attention_fn has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
     pattern = DilatedPattern(
-        tuple(segment_lengths),
-        tuple(dilation_rates),
+        segment_lengths,
+        dilation_rates,
         **{name: options[name] for name in ("offsets", "merge", "heads") if name in options},
     )
     is_always_causal = is_causal
@@ -74,7 +75,10 @@ def attention_fn(
         refused = {
             "bias": (bias, "it would have to travel with every pair"),
             "mask": (mask, "say is_causal, document_ids or query_offset to ringjax.attention_fn instead"),
-            "precision": (precision, "enter jax.default_matmul_precision instead"),
+            "precision": (
+                None if precision in (jax.lax.Precision.DEFAULT, "default") else precision,
+                "enter jax.default_matmul_precision instead",
+            ),
             "module": (module, "no array of weights exists that it could sow: leave sow_weights out"),
             "qk_attn_weights_einsum": (qk_attn_weights_einsum, "the products are in the ring"),
             "attn_weights_value_einsum": (attn_weights_value_einsum, "the products are in the ring"),

@@ -107,7 +107,7 @@ def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMa
     query_shape, key_shape = query.shape[:-1], keys.key.shape[:-1]
     _, batches, chunks, heads, *_ = key_shape
     sizes = chunks * (1 if mask.is_by_batch else batches), heads
-    fold = _Fold(tuple(size for size in sizes if size > 1), mask.is_by_batch)
+    fold = _Fold(tuple(size for size in sizes if size != 1), mask.is_by_batch)
     of_groups = lambda array: array if array.ndim == len(query_shape) else array[:, :, :, :, None]
     return (
         fold,
@@ -128,21 +128,21 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
     keys = jax.tree.map(fold.keys, keys)
 
     def tile_of_queries(partials, tile):
-        index, query, query_mask, (first, start, stop, cases) = tile
+        index, query, query_mask, (first, cases) = tile
 
         def tile_of_keys(j, partial):
-            tile, tile_mask = _at((keys, key_mask), first + j)
+            tile, tile_mask = _at((keys, key_mask), j if first is None else first + j)
             kept = _kept(query_mask, tile_mask, weighting)
             scores = lambda: _scores(query, tile.key, weighting)
             add = lambda partial, scores: _add_scores(partial, scores, tile.value, kept, weighting)
             cut = lambda partial: add(partial, masked(scores(), query_mask, tile_mask))
             whole = lambda partial: add(partial, scores())
-            return jax.lax.switch(_at(cases, j), (lambda partial: partial, cut, whole), partial)
+            return jax.lax.switch(_at(cases, j + 2), (lambda partial: partial, cut, whole), partial)
 
-        partial = jax.lax.fori_loop(start, stop, tile_of_keys, _at(partials, index))
+        partial = jax.lax.fori_loop(cases[0], cases[1], tile_of_keys, _at(partials, index))
         return _put_at(partials, index, partial), None
 
-    indices = jnp.arange(query.shape[0], dtype=jnp.uint32)
+    indices = jnp.arange(query.shape[0], dtype=jnp.int32)
     tiles = indices, query, query_mask, mask.visits.of_queries()
     partial, _ = jax.lax.scan(tile_of_queries, partial, tiles)
     return jax.tree.map(fold.undo, partial, Partial(*shapes))
@@ -242,25 +242,26 @@ def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, gra
     keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
 
     def tile_of_keys(grads, tile):
-        index, keys, key_mask, (first, start, stop, cases) = tile
+        index, keys, key_mask, (first, cases) = tile
 
         def tile_of_queries(i, grads):
             query_grads, key_grad, value_grad = grads
-            tile, tile_mask, query_grad = _at((queries, query_mask, query_grads), first + i)
+            number = i if first is None else first + i
+            tile, tile_mask, query_grad = _at((queries, query_mask, query_grads), number)
             kept = _kept(tile_mask, key_mask, weighting)
             mask = lambda scores: masked(scores, tile_mask, key_mask)
             zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
             cut = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
             whole = lambda: _tile_gradients(tile, keys, lambda scores: scores, kept, weighting)
-            dq, dk, dv = jax.lax.switch(_at(cases, i), (zeros, cut, whole))
-            return _put_at(query_grads, first + i, query_grad + dq), key_grad + dk, value_grad + dv
+            dq, dk, dv = jax.lax.switch(_at(cases, i + 2), (zeros, cut, whole))
+            return _put_at(query_grads, number, query_grad + dq), key_grad + dk, value_grad + dv
 
         query_grads, *keys_grads = grads
         grads = query_grads, *_at(keys_grads, index)
-        query_grads, *keys_grad = jax.lax.fori_loop(start, stop, tile_of_queries, grads)
+        query_grads, *keys_grad = jax.lax.fori_loop(cases[0], cases[1], tile_of_queries, grads)
         return (query_grads, *_put_at(keys_grads, index, keys_grad)), None
 
-    indices = jnp.arange(keys.key.shape[0], dtype=jnp.uint32)
+    indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)
     tiles = indices, keys, key_mask, mask.visits.of_keys()
     (query_grad, *keys_grad), _ = jax.lax.scan(tile_of_keys, (query_grad, *keys_grad), tiles)
     return jax.tree.map(fold.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from ringjax._arguments import MAX_POSITIONS
 from ringjax._block import Weighting, accumulation_dtype, merge
 from ringjax._cache import Cache
 from ringjax._mesh import Placement
+from ringjax._order import after
 from ringjax._pattern import DilatedPattern
 
 
@@ -31,9 +33,10 @@ class _Branch(NamedTuple):
 
     def rows_at(self, last: Any) -> tuple[Int[Array, "K R"], Bool[Array, "K R"]]:
         """Returns the token of each row in the segment of token `last`, and whether the segment has it so far."""
-        in_segment = self.offset + self.row * self.rate
+        is_row = self.row < (self.segment_length + self.rate - 1 - self.offset) // self.rate
+        in_segment = self.offset + jnp.where(is_row, self.row, 0) * self.rate  # within 32 bits
         token = last // self.segment_length * self.segment_length + in_segment
-        return token, (in_segment < self.segment_length) & (token <= last) & (last >= 0)
+        return token, is_row & (token <= last) & (last >= 0)
 
     def attends(
         self, query: Int[Array, "c"], key: Int[Array, "K R"], is_key: Bool[Array, "K R"]
@@ -75,11 +78,11 @@ class Decoder:
 
         def fill(key: Array, value: Array, *caches: Array) -> tuple[Array, ...]:
             keys, values = _halves(caches)
-            filled = []
+            filled: list[Array] = []
             for tokens, rows_of_branches in ((key, keys), (value, values)):
                 branches = self._branches([rows.shape[-3] for rows in rows_of_branches])
                 for branch, rows in zip(branches, rows_of_branches, strict=True):
-                    filled.append(self._fill(branch, tokens, rows, length))
+                    filled.append(self._fill(branch, tokens, rows, length, filled[-1:]))
             return tuple(filled)
 
         caches = *cache.keys, *cache.values
@@ -88,7 +91,7 @@ class Decoder:
         filled = mapped(*(placement.lay_out(array, "k") for array in (key, value, *caches)))
         return Cache(*_halves(filled), jnp.int32(length), cache.max_length)
 
-    def _fill(self, branch: _Branch, tokens: Array, rows: Array, length: int) -> Array:
+    def _fill(self, branch: _Branch, tokens: Array, rows: Array, length: int, sent: list[Array]) -> Array:
         axis_name, num_shards = self.placement.axis_name, self.placement.num_shards
         shard = 0 if axis_name is None else jax.lax.axis_index(axis_name)
         tokens = tokens[..., branch.heads, :]
@@ -109,7 +112,7 @@ class Decoder:
             sent = jax.lax.psum(take(receiver * first.size + first), axis_name)
             return jnp.where(receiver == shard, sent, own)
 
-        return jax.lax.fori_loop(0, num_shards, send, rows)
+        return jax.lax.fori_loop(0, num_shards, send, after(rows, sent))
 
     def step(
         self,
@@ -124,6 +127,8 @@ class Decoder:
           ValueError: if it is known that there are more tokens than the cache is for.
         """
         count = query.shape[-3]
+        if not count:
+            raise ValueError(f"the inputs have the shape [..., {count}, features]: decode one token at least")
         if not isinstance(cache.length, Tracer) and int(cache.length) + count > int(cache.max_length):
             raise ValueError(
                 f"the cache holds {int(cache.length)} tokens of at most {int(cache.max_length)}, and {count} come: "
@@ -156,6 +161,7 @@ class Decoder:
         shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
         before = []
         for number, (length, rate) in enumerate(self.pattern.branches):
+            length, rate = min(length, MAX_POSITIONS), min(rate, MAX_POSITIONS)
             numbers = self.pattern.heads_of(number, self.num_kv_heads)
             heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
             head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)

@@ -19,7 +19,9 @@ def make_seed(seed: Any) -> UInt[Array, "2"]:
         return jnp.asarray([int(seed) & 0xFFFFFFFF, int(seed) >> 32 & 0xFFFFFFFF], jnp.uint32)
     if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
         return jax.random.bits(seed, (2,), jnp.uint32)
-    high = seed >> 32 if seed.dtype.itemsize == 8 else seed * 0
+    # A negative number has the same words in any width: its sign goes on.
+    half = 31 if seed.dtype.itemsize < 8 else 32
+    high = seed >> half if jnp.issubdtype(seed.dtype, jnp.signedinteger) or half == 32 else seed * 0
     return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])
 
 

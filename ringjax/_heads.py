@@ -2,22 +2,28 @@
 
 import dataclasses
 import functools
+import math
+import numbers
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from ringjax._arguments import check_choices, check_numbers
 from ringjax._attention import ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cache import Cache, make_cache
 from ringjax._decode import Decoder
-from ringjax._mesh import find_placement, token_positions
+from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._mesh import check_mesh, find_placement, token_positions
 from ringjax._pattern import DilatedPattern
+from ringjax._promotion import with_own_promotion
 from ringjax._rotary import rotary_embedding
+from ringjax._rule import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         num_heads, num_kv_heads, theta = self.num_heads, self.num_kv_heads, self.rope_theta
+        for name in ("num_heads", "qkv_features"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.qkv_features % num_heads:
             raise ValueError(
                 f"qkv_features={self.qkv_features} does not divide over num_heads={num_heads}: make it a multiple"
@@ -52,14 +61,25 @@ class Settings:
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
+        check_numbers(None, self.logits_soft_cap, self.dropout_rate)
+        check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, IMPLEMENTATIONS)
+        check_mesh(self.mesh, self.axis_name, self.spec)
+        if theta is not None and not isinstance(theta, numbers.Real):
+            raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
         if theta is not None and self.head_dim % 2:
             raise ValueError(
                 f"rope_theta={theta} rotates pairs, but a head has the odd width {self.head_dim}: make it even"
             )
-        if theta is not None and not theta > 0:
+        if theta is not None and not 0 < theta < math.inf:
             raise ValueError(f"rope_theta={theta} must be positive, such as 10000")
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f"dropout_rate={self.dropout_rate} must be in [0, 1): it is the share of weights to drop")
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.mesh, Mesh):
+            raise TypeError("a module with mesh= has devices, which no file can hold: enter jax.set_mesh instead of mesh=")
+        return dict(self.__dict__)
+
+    def __deepcopy__(self, memo: Any) -> "Settings":
+        return self  # nothing in it changes
 
     def check_causal(self) -> None:
         """Checks that a sequence can be continued.
@@ -77,6 +97,7 @@ class Settings:
         """The width of a head."""
         return self.qkv_features // self.num_heads
 
+    @with_own_promotion
     def attend(
         self,
         query: Float[Array, "*B T N H"],
@@ -122,11 +143,15 @@ class Settings:
 
         Raises:
           ValueError: if the attention is not causal.
+          TypeError: if the dtype is no floating one.
         """
         self.check_causal()
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype={dtype!r} of a cache must be a floating dtype, such as jnp.bfloat16")
         widths = self.head_dim, self.head_dim
         return make_cache(self.pattern, batch, max_length, self.num_kv_heads, widths, dtype, self.mesh, self.axis_name)
 
+    @with_own_promotion
     def prefill(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
         """Returns the attention of a sequence from its beginning, and the cache after it.
 
@@ -139,17 +164,25 @@ class Settings:
                 f"the cache is for {int(cache.max_length)} tokens, and the inputs have {length}: "
                 "call init_cache with a larger length"
             )
+        self._check_cache(key, cache)
         out, rotated = self.attend(query, key, value), self._rotate(key)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
         return out, self._decoder(query, key, value).prefill(rotated, value, cache)
 
+    @with_own_promotion
     def step(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
         """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
         if self.rope_theta is not None:
             positions = cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
             rotate = functools.partial(rotary_embedding, positions=positions, theta=self.rope_theta)
             query, key = rotate(query), rotate(key)
+        self._check_cache(key, cache)
         return self._decoder(query, key, value).step(query, key, value, cache)
+
+    def _check_cache(self, key: Array, cache: Cache) -> None:
+        batch, cached = key.shape[:-3], cache.keys[0].shape[:-3]
+        if batch != cached:
+            raise ValueError(f"the inputs have the batch {batch}, and the cache {cached}: call init_cache with {batch}")
 
     def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
         placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)

@@ -29,11 +29,8 @@ def implement(
     masked or weighted one by one.
 
     Raises:
-      ValueError: if the named implementation is unknown, or cannot serve all branches.
+      ValueError: if the named implementation cannot serve all branches.
     """
-    if name is not None and name not in IMPLEMENTATIONS:
-        known = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ValueError(f"implementation={name!r} is unknown: use one of {known}, or None for the fastest")
     implementation = IMPLEMENTATIONS[name or FASTEST]
     if implementation is _xla:
         return branches

@@ -28,20 +28,20 @@ class Visits(NamedTuple):
 
     NOTHING, CUT, WHOLE = range(3)  # the cases of two tiles
 
-    def of_queries(self) -> tuple[Any, Array, Array, Array]:
-        """Returns for each tile of queries the first tile of keys of its group, and what it may meet.
+    def of_queries(self) -> tuple[Any, Int[Array, "I J"]]:
+        """Returns for each tile of queries what it meets: `start`, `stop`, and the case of each tile of its group.
 
-        These are the tiles `start..stop` of the group, and the case of each tile of it.
+        It may meet the tiles `start..stop` of the group, whose first is also returned: None where all are of one group.
         """
         groups, rows, tiles = self.meets.shape
-        number = jax.lax.broadcasted_iota(jnp.uint32, self.meets.shape, 2)
-        start = jnp.where(self.meets, number, tiles).min(axis=2)
-        stop = jnp.where(self.meets, number + 1, 0).max(axis=2)  # before the start where nothing meets
-        first = np.repeat(np.arange(groups, dtype=np.uint32) * tiles, rows)
+        number = jax.lax.broadcasted_iota(jnp.int32, self.meets.shape, 2)
+        start = jnp.where(self.meets, number, tiles).min(axis=2, keepdims=True)
+        stop = jnp.where(self.meets, number + 1, 0).max(axis=2, keepdims=True)  # before the start where nothing meets
         cases = self.meets.astype(jnp.int32) + (self.meets & self.is_whole)
-        return first, start.reshape(-1), stop.reshape(-1), cases.reshape(-1, tiles)
+        first = None if groups == 1 else np.repeat(np.arange(groups, dtype=np.int32) * tiles, rows)
+        return first, jnp.concatenate([start, stop, cases], axis=2).reshape(groups * rows, tiles + 2)
 
-    def of_keys(self) -> tuple[Any, Array, Array, Array]:
+    def of_keys(self) -> tuple[Any, Int[Array, "J I"]]:
         """Returns for each tile of keys what `of_queries` does for those of queries."""
         return Visits(*(array.swapaxes(1, 2) for array in self)).of_queries()
 
@@ -50,11 +50,11 @@ class QueryMask(NamedTuple):
     """What each query attends to: keys at ``first <= position <= last`` with its `document` and other `segments`.
 
     Each of the `segments` is the query's in another branch. `stream` is the start and the step of its dropout. A row
-    that is none has an empty interval. Here A is B, or 1 where all batches are the same, and O is K, or 1 where all
-    heads are.
+    that is none has an empty interval; `first` is None where no tile meets a key before it. Here A is B, or 1 where all
+    batches are the same, and O is K, or 1 where all heads are.
     """
 
-    first: Int[Array, "I A C O Rq"]
+    first: Int[Array, "I A C O Rq"] | None
     last: Int[Array, "I A C O Rq"]
     document: Int[Array, "I B C O Rq"] | None = None
     segments: tuple[Int[Array, "I 1 C O Rq"], ...] = ()
@@ -83,11 +83,11 @@ class Range(NamedTuple):
 class Outline(NamedTuple):
     """What is known of each tile of one side as a whole, from which it follows which tiles meet.
 
-    `low` and `high` are the interval's ends of queries; both are the position of keys. `is_full` says whether all rows
-    are rows.
+    `low` and `high` are the interval's ends of queries, `low` None where no key is before it; both are the position of
+    keys. `is_full` says whether all rows are rows.
     """
 
-    low: Range
+    low: Range | None
     high: Range
     is_full: Bool[Array, "A groups I C"] | None = None
     document: Range | None = None
@@ -108,7 +108,9 @@ class Mask:
 def masked(scores: Float[Array, "*X Q Rk"], of_queries: QueryMask, of_keys: KeyMask) -> Float[Array, "*X Q Rk"]:
     """Returns the scores of pairs that attend, and minus infinity for the others."""
     position = of_keys.position[..., None, :]  # [*X, 1, Rk]
-    is_allowed = (of_queries.first[..., None] <= position) & (position <= of_queries.last[..., None])  # [*X, Q, Rk]
+    is_allowed = position <= of_queries.last[..., None]  # [*X, Q, Rk]
+    if of_queries.first is not None:
+        is_allowed &= of_queries.first[..., None] <= position
     if of_keys.is_key is not None:
         is_allowed &= of_keys.is_key[..., None, :]
     if of_queries.document is not None and of_keys.document is not None:
@@ -120,9 +122,9 @@ def masked(scores: Float[Array, "*X Q Rk"], of_queries: QueryMask, of_keys: KeyM
 
 def outline_queries(mask: QueryMask, num_groups: int) -> Outline:
     """Returns the outline of tiles of queries that lie in so many groups apart from each other."""
-    is_query = mask.first <= mask.last
+    is_query = None if mask.first is None else mask.first <= mask.last
     return Outline(
-        _range(mask.first, num_groups),
+        None if mask.first is None else _range(mask.first, num_groups),
         _range(mask.last, num_groups),
         document=None if mask.document is None else _range(mask.document, num_groups, is_query),
         segments=tuple(_segment_range(segment, num_groups) for segment in mask.segments),
@@ -163,8 +165,11 @@ def find_visits(queries: Outline, keys: Outline, is_by_batch: bool = False) -> V
     """
     queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
     keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
-    meets = (queries.low.least <= keys.high.most) & (queries.high.most >= keys.low.least)
-    is_whole = (queries.low.most <= keys.low.least) & (queries.high.least >= keys.high.most)
+    meets = queries.high.most >= keys.low.least
+    is_whole = queries.high.least >= keys.high.most
+    if queries.low is not None:
+        meets &= queries.low.least <= keys.high.most
+        is_whole &= queries.low.most <= keys.low.least
     if keys.is_full is not None:
         is_whole &= keys.is_full
     if queries.document is not None and keys.document is not None:

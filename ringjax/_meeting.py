@@ -170,13 +170,16 @@ def _mask_queries(slots: Slots, noise: Noise | None = None) -> QueryMask:
     token, is_row = slots.tokens()
     document, segments = slots.labels(token, nothing=-1)
     is_row = slots.of_members(is_row, document)
+    stream = () if noise is None else noise.stream(token)
     first = token // branch.segment_length * branch.segment_length
     # Within 32 bits, and within the 31 of positions.
     last = token if branch.is_causal else jnp.minimum(first + (branch.segment_length - 1), EMPTY[0] - 1)
     first, last = (array.astype(jnp.int32)[:, None] for array in (first, last))
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
-    return QueryMask(first, last, document, segments, () if noise is None else noise.stream(token))
+    elif branch.is_dense:  # where rows share a tile, they share a segment
+        first = None
+    return QueryMask(first, last, document, segments, stream)
 
 
 def _mask_keys(slots: Slots) -> KeyMask:

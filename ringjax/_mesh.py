@@ -41,6 +41,13 @@ class Placement(NamedTuple):
         is_seen = self.mesh is not None or self.axis_name is not None or jax.device_count() == 1
         return is_seen and not self.unmapped
 
+    def block(self, array: Array) -> tuple[int, ...]:
+        """Returns the shape [*batch, heads] that a shard has of queries, as far as sizes and axes are known."""
+        batch = self.batch or ((),) * (array.ndim - 3)
+        cuts = [math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1 for axes in (*batch, self.heads)]
+        sizes = (size if isinstance(size, int) else 1 for size in (*array.shape[:-3], array.shape[-2]))
+        return tuple(size // cut for size, cut in zip(sizes, cuts, strict=True))
+
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
         is_shard = self.axis_name is not None and self.axis_name not in self.mapped
@@ -95,6 +102,24 @@ class Placement(NamedTuple):
         return jax.sharding.reshard(array, NamedSharding(self.mesh, self._spec(kind, is_length_sharded)))
 
 
+def check_mesh(mesh: Any, axis_name: Any, spec: Any) -> None:
+    """Checks what says where a call runs, as far as its arrays do not matter.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name={axis_name!r} must be the name of a mesh axis, such as 'seq'")
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh={mesh!r} must be a mesh, such as jax.make_mesh((8,), ('seq',)) returns")
+    if mesh is not None and axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"mesh={mesh} has no axis axis_name={axis_name!r}: name one of {mesh.axis_names}, or leave mesh out"
+        )
+    if spec is not None and not isinstance(spec, P):
+        raise TypeError(f"spec={spec!r} must be a jax.sharding.PartitionSpec, such as P('data', 'seq', 'tensor')")
+
+
 def find_placement(
     query: Array,
     key: Array,
@@ -109,14 +134,10 @@ def find_placement(
     its axes cut the arrays is what `spec` says if given, else what the types of the arrays say of Explicit axes.
 
     Raises:
-      ValueError: if the mesh argument lacks the sequence axis, if `spec` names axes that there are not, or if a
+      ValueError: if `spec` is given without a mesh or names axes that there are not, or if a
         dimension is sharded over axes that it must not be sharded over.
     """
     context = jax.sharding.get_abstract_mesh()
-    if mesh is not None and axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"mesh={mesh} has no axis axis_name={axis_name!r}: name one of {mesh.axis_names}, or leave mesh out"
-        )
     if context.manual_axes:
         mesh = context  # inside the caller's shard_map no other mesh is possible
     elif mesh is None:
@@ -124,6 +145,10 @@ def find_placement(
         mesh = next(carried, None if context.empty else context)
     platform = _platform(mesh, query)
     if mesh is None:
+        if spec is not None:
+            raise ValueError(
+                f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
+            )
         return Placement(platform=platform)
 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

@@ -46,8 +46,8 @@ class DilatedPattern:
       array([2, 1, 2, 1, 1, 0, 1, 0])
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
     offsets: Offsets = "interleaved"
     merge: Merge = "lse"
     heads: Heads = "all"
@@ -135,7 +135,7 @@ class DilatedPattern:
         return count * (key <= query) if is_causal else count
 
 
-def _positive_integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+def _positive_integers(name: str, values: Any) -> tuple[int, ...]:
     try:
         result = tuple(operator.index(value) for value in values)
     except TypeError:

@@ -18,6 +18,8 @@ from ringjax._pattern import DilatedPattern
 from ringjax._rows import Heads, Rows, pick
 from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule
 
+Halves = tuple[Array, Array]
+
 SHARED_BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 64
 MAX_LOGITS = 2**24
@@ -120,29 +122,30 @@ class Plan:
 
     def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here: as it will be computed."""
-        return self._sort(branch, self._give(branch, tiles)) if branch.is_balanced else tiles
+        if not branch.is_balanced:
+            return tiles
+        give, sort = self._give(branch), self._sort(branch)
+        return self._of_halves(branch, lambda *halves: sort(*give(*halves)), tiles)
 
     def swap_back(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Undoes `swap`."""
-        return self._give(branch, self._sort(branch, tiles)) if branch.is_balanced else tiles
+        if not branch.is_balanced:
+            return tiles
+        give, sort = self._give(branch), self._sort(branch)
+        return self._of_halves(branch, lambda *halves: give(*sort(*halves)), tiles)
 
-    def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
-        permutation = branch.swap_permutation()
+    def _give(self, branch: BranchSchedule) -> Callable[[Array, Array], Halves]:
+        swap = functools.partial(
+            jax.lax.ppermute, axis_name=self.placement.axis_name, perm=branch.swap_permutation()
+        )
+        return lambda own, given: (own, swap(given))
 
-        def give(own: Array, given: Array) -> list[Array]:
-            return [own, jax.lax.ppermute(given, self.placement.axis_name, permutation)]
-
-        return self._of_halves(branch, give, tiles)
-
-    def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
+    def _sort(self, branch: BranchSchedule) -> Callable[[Array, Array], Halves]:
         is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name).astype(jnp.uint32))
+        select = functools.partial(jax.lax.select_n, is_late)
+        return lambda some, others: (select(some, others), select(others, some))
 
-        def sort(some: Array, others: Array) -> list[Array]:
-            return [jax.lax.select_n(is_late, some, others), jax.lax.select_n(is_late, others, some)]
-
-        return self._of_halves(branch, sort, tiles)
-
-    def _of_halves(self, branch: BranchSchedule, function: Callable[[Array, Array], list[Array]], tiles: Any) -> Any:
+    def _of_halves(self, branch: BranchSchedule, function: Callable[[Array, Array], Halves], tiles: Any) -> Any:
         """Returns tiles whose halves are what the function makes of them."""
         axis = self.implementation(branch).SLOTS_AXIS
 

@@ -10,8 +10,10 @@ from jaxtyping import Array, Bool, Float
 
 from ringjax import _dropout
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._promotion import with_own_promotion
 
 
+@with_own_promotion
 def dilated_attention_reference(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -70,7 +72,7 @@ def dilated_attention_reference(
       >>> dilated_attention_reference(q, k, v, segment_lengths=(3,), dilation_rates=(1,)).shape
       (1, 6, 2, 4)
     """
-    pattern = DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets, merge, heads)
+    pattern = DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale

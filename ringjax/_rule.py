@@ -19,6 +19,7 @@ from ringjax._branches import Addition, Layout, add_branches
 from ringjax._meeting import Noise, Tiles
 from ringjax._order import after
 from ringjax._plan import Plan
+from ringjax._promotion import with_own_promotion
 
 # Each strategy is a module of two functions: `forward` and `backward` of one branch on one shard.
 STRATEGIES: dict[str, Any] = {"ring": _ring, "all_gather": _gather}
@@ -60,13 +61,12 @@ def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Pl
     return (out, lse), (*arrays, context, out, lse)
 
 
+@with_own_promotion
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     *arrays, context, out, lse = residuals
-    # A result that nobody used has a symbol for its cotangent: of the lse, which few use, it is worth knowing.
-    is_zero = [isinstance(cotangent, SymbolicZero) for cotangent in cotangents]
-    out_grad = jnp.zeros_like(out) if is_zero[0] else cotangents[0]
-    lse_grad = None if is_zero[1] else cotangents[1]
-    return *_backward(*arrays, out, lse, out_grad, lse_grad, context, plan), None
+    # A result that nobody used has a symbol for its cotangent.
+    grads = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
+    return *_backward(*arrays, out, lse, *grads, context, plan), None
 
 
 ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=True)
@@ -80,8 +80,8 @@ def _backward(
     value: Array,
     out: Array,
     lse: Array,
-    out_grad: Array,
-    lse_grad: Any,
+    out_grad: Array | None,
+    lse_grad: Array | None,
     context: Context,
     plan: Plan,
 ) -> tuple[Array, Array, Array]:
@@ -208,8 +208,8 @@ def _shard_backward(
     value: Array,
     out: Array,
     lse: Array,
-    out_grad: Array,
-    lse_grad: Any,
+    out_grad: Array | None,
+    lse_grad: Array | None,
     *context: Any,
     plan: Plan,
 ) -> tuple[Array, Array, Array]:
@@ -219,10 +219,12 @@ def _shard_backward(
     context = _group_context(Context(*context), axes)
     noise = plan.noise(context.seed, query.shape[:-3], query.shape[-2])
     dtype = lse.dtype
+    out_grad = jnp.zeros_like(out) if out_grad is None else out_grad
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, out_grad, zero = jax.lax.optimization_barrier((arrays, out_grad, jnp.zeros((), dtype)))
-    arrays = after(arrays, (lse, out_grad, lse_grad))  # the forward's rings, and those behind it
+    if any(branch.ring_size > 1 for branch in plan.branches):
+        arrays = after(arrays, (lse, out_grad, lse_grad))  # the forward's rings, and those behind it
     groups = query.shape[-2] // plan.local_heads
     # What the backward of each implementation needs of a query, before any rows are taken.
     of_queries = {

@@ -115,9 +115,7 @@ class RingDilatedAttention(linen.Module):
 
     def _settings(self, in_features: int) -> Settings:
         return Settings(
-            pattern=DilatedPattern(
-                tuple(self.segment_lengths), tuple(self.dilation_rates), self.offsets, self.merge, self.heads
-            ),
+            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates, self.offsets, self.merge, self.heads),
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
             qkv_features=self.qkv_features or in_features,

@@ -106,7 +106,7 @@ class RingDilatedAttention(nnx.Module):
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.settings = settings = Settings(
-            pattern=DilatedPattern(tuple(segment_lengths), tuple(dilation_rates), offsets, merge, heads),
+            pattern=DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads),
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             qkv_features=in_features if qkv_features is None else qkv_features,

@@ -79,10 +79,37 @@ IDS = np.zeros((1, 8), np.int32)
         ({"dropout_rate": -0.1, "dropout_seed": 1}, ValueError, "dropout_rate=-0.1 must be in [0, 1)"),
         ({"dropout_rate": jnp.float32(0.1)}, TypeError, "must be a number, known when the call is traced"),
         ({"dropout_rate": None}, TypeError, "dropout_rate=None must be a number"),
-        ({"dropout_rate": 0.1}, ValueError, "dropout_rate=0.1 needs a dropout_seed: an integer, or a key"),
-        ({"dropout_rate": 0.1, "dropout_seed": "x"}, TypeError, "dropout_seed='x' must be an integer, or a key"),
+        ({"dropout_rate": 0.1}, ValueError, "dropout_rate=0.1 needs a dropout_seed: use an integer of 64 bits, an array of one, or a key"),
+        ({"dropout_rate": 0.1, "dropout_seed": "x"}, TypeError, "dropout_seed='x' is of <class 'str'>: use an integer of 64 bits"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),
-        ({"query_offset": -1}, ValueError, "query_offset=-1 must be in [0, 2**30)"),
+        ({"query_offset": -1}, ValueError, "query_offset=-1 must not be negative"),
+        ({"query_offset": 2**31 - 8}, ValueError, "query_offset=2147483640 and 8 queries end beyond position 2147483647"),
+        ({"document_ids": IDS.astype(np.int64) + 2**31}, ValueError, "document_ids has numbers from 2147483648 to"),
+        *[
+            ({name: number}, ValueError, f"{name}={number!r} must be ")
+            for name, numbers in {
+                "scale": (float("nan"), float("inf"), 1e39, 1e-46),
+                "logits_soft_cap": (1e-46, 1e38, 1e300, float("nan")),
+            }.items()
+            for number in numbers
+        ],
+        *[
+            ({"dropout_rate": 0.1, "dropout_seed": seed}, error, words)
+            for seed, error, words in (
+                (1.5, TypeError, "dropout_seed=1.5 is of <class 'float'>"),
+                (True, TypeError, "dropout_seed=True is of <class 'bool'>"),
+                (np.float32(1), TypeError, "is of float32: use an integer"),
+                (np.array([1, 2, 3]), ValueError, "dropout_seed has the shape (3,)"),
+                (2**64, ValueError, "dropout_seed=18446744073709551616 has more than 64 bits"),
+            )
+        ],
+        ({"is_causal": "no"}, TypeError, "is_causal='no' must be True or False"),
+        ({"mesh": "seq"}, TypeError, "mesh='seq' must be a mesh, such as jax.make_mesh"),
+        ({"spec": "data"}, TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
+        ({"spec": P("seq")}, ValueError, "spec=PartitionSpec('seq',) is given, but there is no mesh"),
+        ({"axis_name": 1}, TypeError, "axis_name=1 must be the name of a mesh axis"),
+        ({"segment_lengths": 4}, TypeError, "segment_lengths=4 must be a sequence of integers"),
+        ({"dilation_rates": None}, TypeError, "dilation_rates=None must be a sequence of integers"),
         ({"query_offset": 0.5}, TypeError, "query_offset=0.5 must be an integer"),
         ({"merge": "sum"}, ValueError, "merge='sum' is unknown: use one of 'lse', 'union'"),
         ({"heads": "some"}, ValueError, "heads='some' is unknown: use one of 'all', 'grouped'"),
@@ -98,6 +125,14 @@ def test_features(arguments, error, words, unchecked):
     with pytest.raises(error) as caught:
         call(**arguments)
     assert words in str(caught.value)
+
+
+def test_a_seed_is_the_same_in_every_form(unchecked):
+    forms = (-1, np.int32(-1), np.int64(-1), jnp.int32(-1), jnp.array([-1]))
+    results = [call(dropout_rate=0.5, dropout_seed=seed) for seed in forms]
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+    assert not np.array_equal(results[0], call(dropout_rate=0.5, dropout_seed=7))
 
 
 def test_documents_of_one_side(unchecked):

@@ -13,7 +13,7 @@ from benchmarks.programs import has_dimension, permutes
 from ringjax import DilatedPattern, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
-from ringjax._meeting import Meeting, Slots, make_mask
+from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
 from ringjax._mesh import Placement
 from ringjax._plan import Plan
 from ringjax._schedule import make_schedule
@@ -166,7 +166,7 @@ def test_masked_blocks_are_skipped():
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
         rows = Plan(pattern, branches, 1, Weighting(1.0), Placement()).rows(branches[0])
         slots = Slots(rows, rows.shard[None], False)
-        visits = make_mask(Meeting(slots, slots)).visits
+        visits = make_mask(Meeting(slots.branch, see_queries(slots), see_keys(slots))).visits
         counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)

@@ -24,7 +24,7 @@ from oracle import (
 from benchmarks.programs import has_dimension, permutes
 from ringjax import DilatedPattern, dilated_attention_reference, ring_dilated_attention
 from ringjax._block import Weighting
-from ringjax._meeting import Meeting, Slots, make_mask
+from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
 from ringjax._mesh import Placement
 from ringjax._plan import Plan
 from ringjax._schedule import make_schedule
@@ -244,7 +244,7 @@ def visits_of(documents, block_size=16, shards=1, **arguments):
     rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
     tiles = documents.reshape(documents.shape[0], -1, 1, 1, branch.block_rows).swapaxes(0, 1)
     slots = Slots(rows, rows.shard[None], False, jnp.asarray(tiles))
-    return make_mask(Meeting(slots, slots)).visits
+    return make_mask(Meeting(slots.branch, see_queries(slots), see_keys(slots))).visits
 
 
 def test_blocks_whose_documents_do_not_meet_are_skipped():
