@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ringjax._order import after
 from ringjax._plan import Plan
 from ringjax._rows import Combine, Rows
 
@@ -73,20 +72,27 @@ class Addition(NamedTuple):
 
 
 def add_branches(
-    compute: Callable[[Layout, Any], Total], addition: Addition, arrays: Any, total: Total, plan: Plan
+    compute: Callable[[Layout, Any, Any], Total],
+    addition: Addition,
+    arrays: Any,
+    total: Total,
+    plan: Plan,
+    earlier: Any = None,
 ) -> Total:
-    """Adds what is computed of arrays of tokens [B, n, ...] in each branch to a total."""
-    fused, sent = [], None
+    """Adds what is computed of arrays of tokens [B, n, ...] in each branch to a total.
+
+    What a branch sends goes after the collectives that gave the arrays `earlier`, and those of the branch before.
+    """
+    fused = []
     for branch in plan.branches:
         layout = Layout(plan.rows(branch), plan.implementation(branch))
-        if branch.ring_size > 1 and sent is not None:
-            arrays = after(arrays, sent)
+        compute_branch = functools.partial(compute, earlier=earlier if branch.ring_size > 1 else None)
         if layout.implementation.IS_FUSED:
-            results = compute(layout, arrays)
+            results = compute_branch(layout, arrays)
             fused.append((layout, results))
         else:
-            results = total = _add_by_group(compute, addition, layout, arrays, total)
-        sent = results if branch.ring_size > 1 else sent
+            results = total = _add_by_group(compute_branch, addition, layout, arrays, total)
+        earlier = results if branch.ring_size > 1 else earlier
     return _add_fused(fused, addition, total) if fused else total
 
 

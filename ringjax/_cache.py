@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ringjax._mesh import find_axis, sharded_zeros
@@ -39,14 +39,15 @@ def make_cache(
     dtype: Any,
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
+    spec: PartitionSpec | None = None,
 ) -> Cache:
-    """Returns the cache of no tokens, on a mesh if there is one."""
+    """Returns the cache of no tokens, on a mesh if there is one; `spec` says how queries lie on it."""
     mesh, num_shards = find_axis(mesh, axis_name)
 
     def zeros(width: int) -> tuple[Array, ...]:
         heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
         rows = num_rows(pattern, max_length, num_shards)
         shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
-        return tuple(sharded_zeros(shape, dtype, mesh, axis_name) for shape in shapes)
+        return tuple(sharded_zeros(shape, dtype, mesh, axis_name, spec) for shape in shapes)
 
     return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0), jnp.int32(max_length))

@@ -138,8 +138,8 @@ class Settings:
             return array
         return rotary_embedding(array, token_positions(array, self.mesh, self.axis_name) + offset, self.rope_theta)
 
-    def make_cache(self, batch: tuple[int, ...], max_length: int, dtype: Any) -> Cache:
-        """Returns the cache of no tokens, for sequences of `max_length`.
+    def make_cache(self, batch: tuple[int, ...], max_length: int, dtype: Any, spec: P | None = None) -> Cache:
+        """Returns the cache of no tokens, for sequences of `max_length` whose heads lie on the mesh as `spec` says.
 
         Raises:
           ValueError: if the attention is not causal.
@@ -149,7 +149,8 @@ class Settings:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dtype={dtype!r} of a cache must be a floating dtype, such as jnp.bfloat16")
         widths = self.head_dim, self.head_dim
-        return make_cache(self.pattern, batch, max_length, self.num_kv_heads, widths, dtype, self.mesh, self.axis_name)
+        place = self.mesh, self.axis_name, self.spec if spec is None else spec
+        return make_cache(self.pattern, batch, max_length, self.num_kv_heads, widths, dtype, *place)
 
     @with_own_promotion
     def prefill(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:

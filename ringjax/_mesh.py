@@ -276,13 +276,20 @@ def find_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> tuple[Mesh | 
     return mesh, mesh.shape[axis_name]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def sharded_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str) -> Array:
-    """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if there is one."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def sharded_zeros(
+    shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str, spec: P | None = None
+) -> Array:
+    """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if there is one.
+
+    Their batch and heads are sharded as `spec` says of queries; heads that these axes do not divide are whole.
+    """
     zeros = jnp.zeros(shape, dtype)
     if mesh is None:
         return zeros
-    sharding = NamedSharding(mesh, P(*[None] * (len(shape) - 3), axis_name))
+    batch, _, heads, _ = _entries(P() if spec is None else spec, len(shape))
+    fits = shape[-2] % math.prod(mesh.shape[axis] for axis in heads) == 0
+    sharding = NamedSharding(mesh, P(*(axes or None for axes in batch), axis_name, heads if fits and heads else None))
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(zeros, sharding)
     return jax.lax.with_sharding_constraint(zeros, sharding)

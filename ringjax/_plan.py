@@ -49,6 +49,10 @@ class Plan:
     strategy: str = "ring"
     broadcast_dropout: bool = False
 
+    def with_batch(self) -> "Plan":
+        """Returns the plan of arrays with one more batch dimension, before the others, that no axis cuts."""
+        return dataclasses.replace(self, placement=self.placement._replace(batch=((), *self.placement.batch)))
+
     @property
     def first_head(self) -> Any:
         """The global number of this shard's first key/value head."""

@@ -5,6 +5,7 @@ N = K * G, H and V the widths.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,8 +49,29 @@ def ring_attention(
     plan: Plan,
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes the output and the lse of attention over all shards, as the plan says."""
-    shard = functools.partial(_shard_forward, plan=plan)
-    return plan.placement.map(shard, inputs="qkkddr", outputs="qq")(query, key, value, *context)
+    return _map(_shard_forward, "qkkddr", "qq", (query, key, value, *context), plan)
+
+
+def _map(shard: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
+    """Maps a function of shards. Under vmap its axis is one more of the batch: so each skips the tiles that it can."""
+
+    def run(plan: Plan, *arrays: Array | None) -> Any:
+        return plan.placement.map(functools.partial(shard, plan=plan), inputs, outputs)(*arrays)
+
+    folded = jax.custom_batching.custom_vmap(functools.partial(run, plan))
+
+    @folded.def_vmap
+    def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
+        spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
+        if arrays[-1] is not None:  # a seed: each instance draws for itself
+            axes = jax.tree.map(lambda has: 0 if has else None, tuple(is_batched))
+            results = jax.vmap(functools.partial(run, plan), axes)(*arrays)
+        else:
+            whole = jax.tree.map(spread, arrays, tuple(is_batched))
+            results = _map(shard, inputs, outputs, whole, plan.with_batch())
+        return results, jax.tree.map(lambda _: True, results)
+
+    return folded(*arrays)
 
 
 def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Plan) -> tuple[Any, Any]:
@@ -85,9 +107,8 @@ def _backward(
     context: Context,
     plan: Plan,
 ) -> tuple[Array, Array, Array]:
-    shard = functools.partial(_shard_backward, plan=plan)
-    mapped = plan.placement.map(shard, inputs="qkkqqqqddr", outputs="qkk")
-    return mapped(query, key, value, out, lse, out_grad, lse_grad, *context)
+    arrays = query, key, value, out, lse, out_grad, lse_grad, *context
+    return _map(_shard_backward, "qkkqqqqddr", "qkk", arrays, plan)
 
 
 def _no_second_derivative(*_: Any) -> Any:
@@ -137,12 +158,16 @@ def _varying_axes(array: Array) -> frozenset[str]:
 
 
 class _Branch(NamedTuple):
-    """What one shard has for one branch: the rows, what draws their dropout, and the documents of all tokens."""
+    """What one shard has for one branch: the rows, what draws their dropout, and the documents of all tokens.
+
+    What it sends waits for the arrays `earlier`.
+    """
 
     layout: Layout
     noise: Noise | None
     documents: tuple[Array | None, Array | None]
     plan: Plan
+    earlier: Any = None
 
     def queries(self, arrays: Any) -> Tiles:
         """Returns rows of queries with their documents, where they are computed."""
@@ -153,9 +178,8 @@ class _Branch(NamedTuple):
         layout = self.layout.of_keys()
         return self._tiles(layout, Keys(layout.take(key), layout.take(value)), self.documents[1])
 
-    @staticmethod
-    def _tiles(layout: Layout, arrays: Any, documents: Array | None) -> Tiles:
-        return Tiles(arrays, None if documents is None else layout.take_documents(documents))
+    def _tiles(self, layout: Layout, arrays: Any, documents: Array | None) -> Tiles:
+        return after(Tiles(arrays, None if documents is None else layout.take_documents(documents)), self.earlier)
 
     def run(self, direction: str, arrays: Any, key: Array, value: Array) -> Any:
         """Runs the strategy in one direction, given rows of queries that are laid out, and tokens of keys."""
@@ -172,9 +196,9 @@ def _shard_forward(query: Array, key: Array, value: Array, *context: Any, plan: 
     noise = plan.noise(context.seed, query.shape[:-3], query.shape[-2])
     groups = query.shape[-2] // plan.local_heads
 
-    def attend(layout: Layout, arrays: Any) -> Any:
+    def attend(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query, key, value), documents = arrays
-        branch = _Branch(layout, noise, documents, plan)
+        branch = _Branch(layout, noise, documents, plan, earlier)
         partial = branch.run("forward", layout.take(query, groups), key, value)
         out, lse = plan.swap_back(layout.rows.branch, layout.implementation.finish(partial))
         return out, lse[..., None]
@@ -223,8 +247,6 @@ def _shard_backward(
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, out_grad, zero = jax.lax.optimization_barrier((arrays, out_grad, jnp.zeros((), dtype)))
-    if any(branch.ring_size > 1 for branch in plan.branches):
-        arrays = after(arrays, (lse, out_grad, lse_grad))  # the forward's rings, and those behind it
     groups = query.shape[-2] // plan.local_heads
     # What the backward of each implementation needs of a query, before any rows are taken.
     of_queries = {
@@ -234,11 +256,11 @@ def _shard_backward(
         for branch in plan.branches
     }
 
-    def differentiate(layout: Layout, arrays: Any) -> Any:
+    def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query, key, value), of_queries, documents = arrays
         more = of_queries[layout.rows.branch.implementation]
         queries = layout.implementation.make_queries(*(layout.take(array, groups) for array in (query, *more)))
-        branch = _Branch(layout, noise, documents, plan)
+        branch = _Branch(layout, noise, documents, plan, earlier)
         query_grad, *keys_grad = branch.run("backward", queries, key, value)
         return plan.swap_back(layout.rows.branch, query_grad), *keys_grad
 
@@ -251,5 +273,7 @@ def _shard_backward(
 
     grads = tuple(jnp.zeros_like(array, dtype) + zero for array in arrays)
     addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), add_one, add_many)
-    grads = add_branches(differentiate, addition, (arrays, of_queries, context.documents), grads, plan)
+    # The forward's rings come first, and those of layers behind it.
+    earlier = lse, out_grad, lse_grad
+    grads = add_branches(differentiate, addition, (arrays, of_queries, context.documents), grads, plan, earlier)
     return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))

@@ -209,7 +209,7 @@ class RingDilatedAttention(nnx.Module):
         rngs = self.rngs if rngs is None else rngs
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32) -> None:
+    def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32, *, spec: Any = None) -> None:
         """Makes the cache of a sequence that is to be continued: with `decode`, calls then take its next tokens.
 
         Per branch and head it holds the rows that are kept of one segment, however long the sequence. On a mesh with
@@ -217,13 +217,16 @@ class RingDilatedAttention(nnx.Module):
 
         Args:
           input_shape: the shape [..., T, in_features] of inputs with the most tokens that there may be.
-          dtype: the dtype of cached keys and values.
+          dtype: the dtype of cached keys and values, a floating one.
+          spec: how the heads [..., T, N, H] lie on the mesh, such as ``P("data", "seq")`` for batches that are sharded
+            along "data"; by default what the module says. Loops whose types must not change ask for it.
 
         Raises:
           ValueError: if the attention is not causal.
+          TypeError: if the dtype is no floating one.
         """
         *batch, max_length, _ = input_shape
-        cache = self.settings.make_cache(tuple(batch), max_length, dtype)
+        cache = self.settings.make_cache(tuple(batch), max_length, dtype, spec)
         for name, value in zip(_CACHE, cache, strict=True):
             setattr(self, name, nnx.Cache(value))
 

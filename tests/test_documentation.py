@@ -39,7 +39,7 @@ def test_code_of_the_readme(index):
     assert len([line for line in blocks[index].splitlines() if line]) <= 15
     result = run_code(blocks[index])
     assert result.returncode == 0, result.stderr
-    assert index > 0 or ("(1, 4096, 64)" in result.stdout and "'seq'" in result.stdout)
+    assert index > 0 or ("(1, 3360, 64)" in result.stdout and "'seq'" in result.stdout)
 
 
 def test_commands_of_the_readme():

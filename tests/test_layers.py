@@ -29,7 +29,7 @@ ALLOWED = {
     "_plan": {"_block", "_implementation", "_meeting", "_mesh", "_pattern", "_rows", "_schedule"},
     "_ring": {"_cost", "_meeting", "_plan", "_rows", "_schedule"},
     "_gather": {"_meeting", "_plan", "_rows"},
-    "_branches": {"_order", "_plan", "_rows"},
+    "_branches": {"_plan", "_rows"},
     "_rule": {"_block", "_branches", "_gather", "_meeting", "_order", "_plan", "_promotion", "_ring", "_rows"},
     "_arguments": {"_dropout"},
     "_attention": {
