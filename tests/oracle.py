@@ -1,6 +1,5 @@
 """What the tests share: random arguments, and all results of an attention with their gradients."""
 
-import functools
 from typing import Any
 
 import chex
@@ -42,14 +41,15 @@ def random_documents(length: int, batch: tuple[int, ...] = (1,), is_sorted: bool
     return documents.astype(np.int32)
 
 
-def loss(attention: Any, **arguments: Any) -> Any:
-    """A function of (query, key, value, *document_ids) whose gradient depends on all of out and every finite lse."""
+def loss(attention: Any, uses: str = "both", **arguments: Any) -> Any:
+    """A function of (query, key, value, *document_ids) whose gradient depends on out, on every finite lse, or both."""
 
     def function(query, key, value, *document_ids):
         labels = {"document_ids": document_ids if len(document_ids) == 2 else document_ids[0]} if document_ids else {}
         out, lse = attention(query, key, value, return_residual=True, **labels, **arguments)
         finite = jnp.where(jnp.isfinite(lse), lse, 0)
-        return jnp.sin(out.astype(lse.dtype)).sum() + jnp.cos(finite).sum(), (out, lse)
+        terms = {"out": jnp.sin(out.astype(lse.dtype)).sum(), "lse": jnp.cos(finite).sum()}
+        return sum(term for name, term in terms.items() if uses in (name, "both")), (out, lse)
 
     return function
 
@@ -68,13 +68,96 @@ def ring_results(arrays: Any, **arguments: Any) -> Any:
     return jax.device_get(jax.jit(with_gradients(loss(ringjax.ring_dilated_attention, **arguments)))(*arrays))
 
 
-def reference_results(arrays: Any, **arguments: Any) -> Any:
-    return jax.device_get(_reference(tuple(sorted(arguments.items())))(*arrays))
+# The oracle in closed form, in NumPy: what the definition says, with its gradient written out. It shares no code with
+# the library.
 
 
-@functools.cache
-def _reference(arguments: Any) -> Any:
-    return jax.jit(with_gradients(loss(ringjax.dilated_attention_reference, **dict(arguments))))
+def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
+    """Returns what `with_gradients(loss(...))` does of dense attention, in float64."""
+    query, key, value, *documents = (np.asarray(array) for array in arrays)
+    query, key, value = (array.astype(np.float64) for array in (query, key, value))
+    groups = query.shape[-2] // key.shape[-2]
+    repeat = lambda array: np.repeat(array, groups, axis=-2)
+    weighting = {name: arguments.pop(name, None) for name in ("scale", "logits_soft_cap")}
+    scale = query.shape[-1] ** -0.5 if weighting["scale"] is None else weighting["scale"]
+    cap = weighting["logits_soft_cap"]
+    kept, count = _kept(query, key, arguments), _count(query, key, documents, **arguments)  # [..., N, T, S]
+
+    x = scale * np.einsum("...tnh,...snh->...nts", query, repeat(key))
+    logits = x if cap is None else cap * np.tanh(x / cap)
+    with np.errstate(divide="ignore"):
+        logits = logits + np.log(count)
+    maximum = logits.max(axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(maximum), maximum, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    is_covered = total > 0
+    weights = weights / np.where(is_covered, total, 1)
+    lse = np.where(is_covered, maximum + np.log(np.where(is_covered, total, 1)), -np.inf)
+    out = np.einsum("...nts,...snv->...tnv", kept * weights, repeat(value))
+    lse_grad = np.where(is_covered & (uses != "out"), -np.sin(np.where(is_covered, lse, 0)), 0)
+    out_grad = np.cos(out) * (uses != "lse")
+
+    value_grad = np.einsum("...nts,...tnv->...snv", kept * weights, out_grad)
+    weights_grad = kept * np.einsum("...tnv,...snv->...nts", out_grad, repeat(value))
+    delta = (weights * weights_grad).sum(axis=-1, keepdims=True)
+    x_grad = weights * (weights_grad - delta + lse_grad) * (1 if cap is None else 1 - np.tanh(x / cap) ** 2)
+    query_grad = scale * np.einsum("...nts,...snh->...tnh", x_grad, repeat(key))
+    key_grad = scale * np.einsum("...nts,...tnh->...snh", x_grad, query)
+    sum_groups = lambda grad: grad.reshape(*grad.shape[:-2], -1, groups, grad.shape[-1]).sum(axis=-2)
+    return out, np.moveaxis(lse[..., 0], -1, -2), query_grad, sum_groups(key_grad), sum_groups(value_grad)
+
+
+def _count(query: Any, key: Any, documents: Any, **arguments: Any) -> np.ndarray:
+    """How often each pair counts, [..., N, T, S]."""
+    t, s = arguments.get("query_offset", 0) + np.arange(query.shape[-3])[:, None], np.arange(key.shape[-3])
+    num_heads, branches = key.shape[-2], list(zip(arguments["segment_lengths"], arguments["dilation_rates"], strict=True))
+    count = np.zeros((num_heads, t.size, s.size), int)
+    size, extra = divmod(num_heads, len(branches))
+    runs = np.repeat(np.arange(len(branches)), [size + (number < extra) for number in range(len(branches))])
+    for number, (w, r) in enumerate(branches):
+        for head in range(num_heads):
+            if arguments.get("heads") == "grouped" and runs[head] != number:
+                continue
+            offset = {"interleaved": head % r, "blocked": head // -(-num_heads // r), "branch": number % r}
+            offset = offset[arguments.get("offsets", "interleaved")]
+            count[head] += (t % w % r == offset) & (s % w % r == offset) & (t // w == s // w)
+    if arguments.get("merge") == "union":
+        count = np.minimum(count, 1)
+    count = np.repeat(count * (s <= t) if arguments.get("is_causal") else count, query.shape[-2] // num_heads, axis=0)
+    if not documents:
+        return count
+    of_queries, of_keys = documents if len(documents) == 2 else documents * 2
+    of_queries, of_keys = of_queries[..., None, :, None], of_keys[..., None, None, :]
+    return count * ((of_queries == of_keys) & (of_queries >= 0))
+
+
+def _kept(query: Any, key: Any, arguments: dict[str, Any]) -> Any:
+    """What the weights are multiplied with, [..., N, T, S]: MurmurHash3's finalizer over chains of words."""
+    rate = arguments.get("dropout_rate", 0.0)
+    if not rate:
+        return 1.0
+
+    def mix(state: Any) -> Any:
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor) % 2**32
+        return state ^ (state >> np.uint64(16))
+
+    *batch, length, num_heads, _ = query.shape
+    differs = not arguments.get("broadcast_dropout", False)
+    numbers = (
+        np.arange(np.prod(batch, dtype=int)).reshape(*batch, 1, 1, 1) * differs,
+        np.arange(num_heads)[:, None, None] * differs,
+        arguments.get("query_offset", 0) + np.arange(length)[:, None],
+    )
+    seed, words = arguments["dropout_seed"], []
+    with np.errstate(over="ignore"):
+        for salt in (0, 1):
+            state = np.uint64(salt)
+            for word in (seed % 2**32, (seed >> 32) % 2**32, *numbers):
+                state = mix((state + np.uint64(0x9E3779B9)) % 2**32 ^ np.asarray(word, np.uint64))
+            words.append(state)
+        bits = mix((words[0] + (words[1] | np.uint64(1)) * np.arange(key.shape[-3], dtype=np.uint64)) % 2**32)
+    return (bits >= round(rate * 2**32)) / (1 - rate)
 
 
 def assert_close(actual: Any, expected: Any, atol: float = 1e-9) -> None:

@@ -32,7 +32,7 @@ from ringjax._schedule import make_schedule
 PATTERN = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
 STRADDLING = {"segment_lengths": (7, 15), "dilation_rates": (2, 1)}
 DENSE = {"segment_lengths": (64,), "dilation_rates": (1,), "is_causal": False}
-OF_REFERENCE = set(inspect.signature(dilated_attention_reference).parameters)
+OF_REFERENCE = {"uses", *inspect.signature(dilated_attention_reference).parameters}
 
 FEATURES = {
     "documents in any order": {"documents": "mixed", "block_size": 4, "is_causal": False},
@@ -95,7 +95,8 @@ ON_ONE_DEVICE = ("documents in blocks", "grouped", "fewer queries", "all")
 )
 def test_feature_equals_oracle(name, ring_size):
     arguments = {**PATTERN, **FEATURES[name]}
-    kind = (AxisType.Auto, AxisType.Explicit)[list(FEATURES).index(name) % 2]
+    number = list(FEATURES).index(name)
+    kind, arguments["uses"] = (AxisType.Auto, AxisType.Explicit)[number % 2], ("out", "lse", "both")[number % 3]
     check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
 
 
@@ -125,6 +126,7 @@ def calls(draw):
         "scale": draw(st.sampled_from([None, -0.7])),
         "strategy": draw(st.sampled_from(["ring", "all_gather"])),
         "block_size": draw(st.sampled_from([None, 4])),
+        "uses": draw(st.sampled_from(["out", "lse", "both"])),
     }
     return draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from(list(AxisType)[:2])), arguments
 

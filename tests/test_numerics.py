@@ -7,10 +7,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import NAMES, assert_close, make_mesh, random_arguments, reference_results, ring_results
+from oracle import (
+    NAMES,
+    assert_close,
+    loss,
+    make_mesh,
+    random_arguments,
+    random_documents,
+    reference_results,
+    ring_results,
+    with_gradients,
+)
 
 from ringjax import dilated_attention_reference, ring_dilated_attention
 from ringjax._dropout import is_kept, make_seed, make_stream
+
+# The library's own reference, which users compare with.
+OF_REFERENCE = {
+    "branches": {"segment_lengths": (6, 24), "dilation_rates": (2, 3), "is_causal": True, "query_offset": 4},
+    "union, capped": {"segment_lengths": (6, 24), "dilation_rates": (1, 2), "merge": "union", "logits_soft_cap": 0.7},
+    "grouped, dropped": {
+        "segment_lengths": (6, 24),
+        "dilation_rates": (2, 4),
+        "heads": "grouped",
+        "offsets": "blocked",
+        "dropout_rate": 0.4,
+        "dropout_seed": 2**40 + 3,
+        "scale": -0.7,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OF_REFERENCE)
+def test_the_reference_is_the_definition(name):
+    arrays = *random_arguments(24, (4, 2), (3, 2), (2,)), random_documents(24, (2,))
+    results = jax.jit(with_gradients(loss(dilated_attention_reference, **OF_REFERENCE[name])))(*arrays)
+    assert_close(jax.device_get(results), reference_results(arrays, **OF_REFERENCE[name]), atol=1e-12)
+
 
 ARGUMENTS = {"segment_lengths": (16, 64), "dilation_rates": (1, 2), "is_causal": True}
 
