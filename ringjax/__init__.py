@@ -1,12 +1,18 @@
 """Exact ring and dilated attention for JAX and Flax."""
 
-from ringjax import linen
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
 from ringjax._device_order import make_mesh
 from ringjax._pattern import DilatedPattern
 from ringjax._reference import dilated_attention_reference
-from ringjax.nn import RingDilatedAttention
+
+if TYPE_CHECKING:
+    from ringjax import linen, nn
+    from ringjax.nn import RingDilatedAttention
 
 __all__ = [
     "DilatedPattern",
@@ -15,5 +21,20 @@ __all__ = [
     "dilated_attention_reference",
     "linen",
     "make_mesh",
+    "nn",
     "ring_dilated_attention",
 ]
+__version__ = version("ringjax")
+
+
+# The modules alone need Flax: they are imported when they are first asked for.
+def __getattr__(name: str) -> Any:
+    if name not in ("RingDilatedAttention", "linen", "nn"):
+        raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
+    try:
+        module = importlib.import_module("ringjax.linen" if name == "linen" else "ringjax.nn")
+    except ModuleNotFoundError as error:
+        if error.name != "flax":
+            raise
+        raise ModuleNotFoundError(f"ringjax.{name} needs Flax: pip install flax", name="flax") from error
+    return module.RingDilatedAttention if name == "RingDilatedAttention" else module

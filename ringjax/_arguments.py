@@ -1,6 +1,5 @@
 """The checks of a call's arguments, before anything is traced further."""
 
-import math
 import numbers
 from typing import Any
 

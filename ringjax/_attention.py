@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,39 @@ Strategy = Literal["ring", "all_gather"]
 Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `ring_dilated_attention`, but the one that its result's type depends on."""
+
+    segment_lengths: Required[Sequence[int]]
+    dilation_rates: Required[Sequence[int]]
+    is_causal: bool
+    scale: float | None
+    offsets: Offsets
+    merge: Merge
+    heads: Heads
+    document_ids: Documents | None
+    query_offset: int
+    logits_soft_cap: float | None
+    dropout_rate: float
+    dropout_seed: Any
+    broadcast_dropout: bool
+    precision: Any
+    strategy: Strategy
+    implementation: Implementation | None
+    block_size: int | None
+    mesh: Mesh | AbstractMesh | None
+    axis_name: str
+    spec: PartitionSpec | None
+
+
+@overload
+def ring_dilated_attention(
+    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Unpack[Options]
+) -> tuple[Array, Array]: ...
+@overload
+def ring_dilated_attention(
+    query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Unpack[Options]
+) -> Array: ...
 @with_own_promotion
 def ring_dilated_attention(
     query: Float[Array, "*B T N H"],
@@ -51,6 +84,7 @@ def ring_dilated_attention(
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
     broadcast_dropout: bool = False,
+    precision: Any = None,
     return_residual: bool = False,
     strategy: Strategy = "ring",
     implementation: Implementation | None = None,
@@ -91,6 +125,7 @@ def ring_dilated_attention(
         alone, so not on the mesh; several branches drop a pair together.
       dropout_seed: an integer, an array of one, or a key of `jax.random`; asked for where weights are dropped.
       broadcast_dropout: whether all batches and heads drop the same weights.
+      precision: the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
       strategy: ``"ring"`` to send keys and values around, in O(T / p) memory, or ``"all_gather"`` to bring those of a
         segment to each of its devices at once, in O(segment length / dilation rate) memory; the results are the same.
@@ -158,6 +193,7 @@ def ring_dilated_attention(
         "document_ids": document_ids is not None,
         "logits_soft_cap": logits_soft_cap is not None,
         "dropout_rate": dropout_rate > 0,
+        "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
         "heads='grouped' over a mesh axis": heads == "grouped" and placement.heads,
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
@@ -166,7 +202,9 @@ def ring_dilated_attention(
         pattern=pattern,
         branches=implement(branches, implementation, arrays, placement.platform, strategy, placement.unmapped, needs),
         num_kv_heads=key.shape[-2],
-        weighting=Weighting(scale, None if logits_soft_cap is None else float(logits_soft_cap), float(dropout_rate)),
+        weighting=Weighting(
+            scale, None if logits_soft_cap is None else float(logits_soft_cap), float(dropout_rate), precision
+        ),
         placement=placement,
         strategy=strategy,
         broadcast_dropout=bool(broadcast_dropout),

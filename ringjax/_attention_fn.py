@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
@@ -75,10 +74,6 @@ def attention_fn(
         refused = {
             "bias": (bias, "it would have to travel with every pair"),
             "mask": (mask, "say is_causal, document_ids or query_offset to ringjax.attention_fn instead"),
-            "precision": (
-                None if precision in (jax.lax.Precision.DEFAULT, "default") else precision,
-                "enter jax.default_matmul_precision instead",
-            ),
             "module": (module, "no array of weights exists that it could sow: leave sow_weights out"),
             "qk_attn_weights_einsum": (qk_attn_weights_einsum, "the products are in the ring"),
             "attn_weights_value_einsum": (attn_weights_value_einsum, "the products are in the ring"),
@@ -96,7 +91,7 @@ def attention_fn(
             dropout_rate=dropout_rate if is_dropping else 0.0,
             dropout_seed=dropout_rng if is_dropping else None,
             broadcast_dropout=broadcast_dropout,
-            **options,
+            **{"precision": precision, **options},
         )
         return out
 

@@ -23,6 +23,7 @@ class Weighting(NamedTuple):
     scale: float  # positive
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
+    precision: Any = None  # of the products, as `jax.numpy.einsum` takes it
 
     @property
     def unit(self) -> float:
@@ -81,7 +82,7 @@ def start(query: Float[Array, "I B C K G Rq H"], value: Float[Array, "J B C K Rk
 class _Fold(NamedTuple):
     """How tiles [I, B, C, ...] are folded to tiles [I, *X, ...], or to tiles [B * I, *X, ...] of one batch each."""
 
-    lead: tuple[int, ...]
+    lead: tuple[Any, ...]
     is_by_batch: bool
 
     def queries(self, array: Array) -> Array:
@@ -90,12 +91,12 @@ class _Fold(NamedTuple):
     def keys(self, array: Array) -> Array:
         return self._fold(array, *array.shape[4:])
 
-    def undo(self, array: Array, shape: tuple[int, ...]) -> Array:
+    def undo(self, array: Array, shape: tuple[Any, ...]) -> Array:
         if not self.is_by_batch:
             return array.reshape(shape)
         return array.reshape(shape[1], shape[0], *shape[2:]).swapaxes(0, 1)
 
-    def _fold(self, array: Array, *rows: int) -> Array:
+    def _fold(self, array: Array, *rows: Any) -> Array:
         tiles, batches = array.shape[:2]
         if self.is_by_batch:
             return array.swapaxes(0, 1).reshape(batches * tiles, *self.lead, *rows)
@@ -150,10 +151,15 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
 
 def _scores(query: Float[Array, "*X Q H"], key: Float[Array, "*X Rk H"], weighting: Weighting) -> Array:
     # Logits but for a positive factor, the weighting's unit: it can wait for passes over them that are made anyway.
-    product = jnp.einsum("...qh,...jh->...qj", query, key, preferred_element_type=accumulation_dtype(query, key))
+    dtype = accumulation_dtype(query, key)
+    product = _multiply("...qh,...jh->...qj", query, key, weighting, dtype)
     if weighting.logits_soft_cap is None:
         return product
     return jnp.tanh(product * (weighting.scale / weighting.logits_soft_cap))
+
+
+def _multiply(subscripts: str, one: Array, other: Array, weighting: Weighting, dtype: Any) -> Array:
+    return jnp.einsum(subscripts, one, other, precision=weighting.precision, preferred_element_type=dtype)
 
 
 def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Callable[[Array], Array]:
@@ -180,9 +186,8 @@ def _add_scores(
     weights = jnp.exp(scores * weighting.unit - shift[..., None])
     decay = jnp.exp(partial.maximum - shift)
     denominator = partial.denominator * decay + weights.sum(axis=-1)
-    numerator = partial.numerator * decay[..., None] + jnp.einsum(
-        "...qj,...jv->...qv", kept(weights).astype(value.dtype), value, preferred_element_type=weights.dtype
-    )
+    added = _multiply("...qj,...jv->...qv", kept(weights).astype(value.dtype), value, weighting, weights.dtype)
+    numerator = partial.numerator * decay[..., None] + added
     return Partial(maximum, denominator, numerator)
 
 
@@ -306,14 +311,14 @@ def _tile_gradients(
     scores = _scores(query, key, weighting)
     dtype = scores.dtype
     weights = jnp.exp(mask(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
-    weights_grad = kept(jnp.einsum("...qv,...jv->...qj", out_grad, value, preferred_element_type=dtype))
+    weights_grad = kept(_multiply("...qv,...jv->...qj", out_grad, value, weighting, dtype))
     # dx; its factor `scale` is left to the sums.
     logits_grad = weights * (weights_grad - delta[..., None])
     if weighting.logits_soft_cap is not None:
         logits_grad *= 1 - scores**2
     logits_grad = logits_grad.astype(jnp.result_type(query, key))
     weights = kept(weights).astype(out_grad.dtype)
-    value_grad = jnp.einsum("...qv,...qj->...vj", out_grad, weights, preferred_element_type=dtype)
-    key_grad = jnp.einsum("...qh,...qj->...hj", query, logits_grad, preferred_element_type=dtype)
-    query_grad = jnp.einsum("...qj,...jh->...qh", logits_grad, key, preferred_element_type=dtype)
+    value_grad = _multiply("...qv,...qj->...vj", out_grad, weights, weighting, dtype)
+    key_grad = _multiply("...qh,...qj->...hj", query, logits_grad, weighting, dtype)
+    query_grad = _multiply("...qj,...jh->...qh", logits_grad, key, weighting, dtype)
     return query_grad, key_grad, value_grad

@@ -72,14 +72,14 @@ class Addition(NamedTuple):
 
 
 def add_branches(
-    compute: Callable[[Layout, Any, Any], Total],
+    compute: Callable[..., Total],
     addition: Addition,
     arrays: Any,
     total: Total,
     plan: Plan,
     earlier: Any = None,
 ) -> Total:
-    """Adds what is computed of arrays of tokens [B, n, ...] in each branch to a total.
+    """Adds what `compute(layout, arrays, earlier)` makes of arrays of tokens [B, n, ...] in each branch to a total.
 
     What a branch sends goes after the collectives that gave the arrays `earlier`, and those of the branch before.
     """

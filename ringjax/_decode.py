@@ -160,8 +160,8 @@ class Decoder:
         first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
         shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
         before = []
-        for number, (length, rate) in enumerate(self.pattern.branches):
-            length, rate = min(length, MAX_POSITIONS), min(rate, MAX_POSITIONS)
+        within = [(min(length, MAX_POSITIONS), min(rate, MAX_POSITIONS)) for length, rate in self.pattern.branches]
+        for number, (length, rate) in enumerate(within):
             numbers = self.pattern.heads_of(number, self.num_kv_heads)
             heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
             head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)
@@ -222,7 +222,8 @@ def _attend_rows(
     weighting: Weighting,
 ) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
     dtype = accumulation_dtype(query, key, value)
-    scores = jnp.einsum("...ckgh,...rkh->...ckgr", query, key, preferred_element_type=dtype)
+    multiply = functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
+    scores = multiply("...ckgh,...rkh->...ckgr", query, key)
     if weighting.logits_soft_cap is not None:
         scores = jnp.tanh(scores * (weighting.scale / weighting.logits_soft_cap))
     mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
@@ -231,7 +232,7 @@ def _attend_rows(
     weights = jnp.exp(logits - jnp.where(maximum == -jnp.inf, 0, maximum)[..., None])
     total = weights.sum(axis=-1)
     divisor = jnp.where(total == 0, 1, total)
-    out = jnp.einsum("...ckgr,...rkv->...ckgv", weights.astype(value.dtype), value, preferred_element_type=dtype)
+    out = multiply("...ckgr,...rkv->...ckgv", weights.astype(value.dtype), value)
     return out / divisor[..., None], maximum + jnp.log(divisor)
 
 

@@ -43,11 +43,18 @@ class Settings:
     logits_soft_cap: float | None
     dropout_rate: float
     broadcast_dropout: bool
+    precision: Any
     strategy: Any
     implementation: Any
     mesh: Any
     axis_name: str
     spec: Any
+
+    def __repr__(self) -> str:
+        usual = {"strategy": "ring", "axis_name": "seq"}
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)[4:]]
+        more = [f"{name}={value!r}" for name, value in fields if value and value != usual.get(name)]
+        return f"Settings({', '.join([repr(self.pattern), *more])})"
 
     def __post_init__(self) -> None:
         num_heads, num_kv_heads, theta = self.num_heads, self.num_kv_heads, self.rope_theta
@@ -75,7 +82,9 @@ class Settings:
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.mesh, Mesh):
-            raise TypeError("a module with mesh= has devices, which no file can hold: enter jax.set_mesh instead of mesh=")
+            raise TypeError(
+                "a module with mesh= has devices, which no file can hold: enter jax.set_mesh instead of mesh="
+            )
         return dict(self.__dict__)
 
     def __deepcopy__(self, memo: Any) -> "Settings":
@@ -125,6 +134,7 @@ class Settings:
             dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
             dropout_seed=dropout_seed,
             broadcast_dropout=self.broadcast_dropout,
+            precision=self.precision,
             strategy=self.strategy,
             implementation=self.implementation,
             mesh=self.mesh,
@@ -187,7 +197,7 @@ class Settings:
 
     def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
         placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)
-        weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap)
+        weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap, precision=self.precision)
         return Decoder(self.pattern, self.num_kv_heads, weighting, placement)
 
 
@@ -207,6 +217,18 @@ def check_decoding(document_ids: Any, query_offset: int, is_self_attention: bool
         raise ValueError("inputs_k or inputs_v is given, but decode=True caches keys of inputs_q alone: leave them out")
     if draws_dropout:
         raise ValueError("deterministic=False, but decode=True draws no dropout: make it True")
+
+
+def check_flax_arguments(mask: Any, sow_weights: bool) -> None:
+    """Checks the arguments of calls to Flax's modules that attention in a ring has no place for.
+
+    Raises:
+      ValueError: naming the argument and the remedy.
+    """
+    if mask is not None:
+        raise ValueError("mask is given, but no array of pairs exists: say is_causal, document_ids or query_offset")
+    if sow_weights:
+        raise ValueError("sow_weights=True, but no array of weights exists that could be sown: leave it out")
 
 
 def output_sharding(inputs: Array) -> NamedSharding | None:

@@ -94,7 +94,9 @@ class Outline(NamedTuple):
     segments: tuple[tuple[Range, Bool[Array, "A groups I C"]], ...] = ()  # of those that are, and whether all are
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("queries", "keys", "visits"), meta_fields=("is_by_batch",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("queries", "keys", "visits"), meta_fields=("is_by_batch",)
+)
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """Which queries attend to which keys; tiles of one batch alone where `is_by_batch`, its groups after each other."""
@@ -163,20 +165,20 @@ def find_visits(queries: Outline, keys: Outline, is_by_batch: bool = False) -> V
     A tile of keys is left out where no interval reaches one of its positions, where no document is on both sides, or
     where all rows are in one segment of an earlier branch. It is whole where nothing masks a pair.
     """
-    queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
-    keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
-    meets = queries.high.most >= keys.low.least
-    is_whole = queries.high.least >= keys.high.most
-    if queries.low is not None:
-        meets &= queries.low.least <= keys.high.most
-        is_whole &= queries.low.most <= keys.low.least
-    if keys.is_full is not None:
-        is_whole &= keys.is_full
-    if queries.document is not None and keys.document is not None:
-        one, other = queries.document, keys.document
+    of_queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
+    of_keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
+    meets = of_queries.high.most >= of_keys.low.least
+    is_whole = of_queries.high.least >= of_keys.high.most
+    if of_queries.low is not None:
+        meets &= of_queries.low.least <= of_keys.high.most
+        is_whole &= of_queries.low.most <= of_keys.low.least
+    if of_keys.is_full is not None:
+        is_whole &= of_keys.is_full
+    if of_queries.document is not None and of_keys.document is not None:
+        one, other = of_queries.document, of_keys.document
         meets &= (one.least <= other.most) & (other.least <= one.most)
         is_whole &= (one.least == other.most) & (one.most == other.least)
-    for (one, all_kept), (other, all_keys_kept) in zip(queries.segments, keys.segments, strict=True):
+    for (one, all_kept), (other, all_keys_kept) in zip(of_queries.segments, of_keys.segments, strict=True):
         is_one_segment = all_kept & all_keys_kept & (one.least == other.most) & (one.most == other.least)
         meets &= ~is_one_segment
         is_whole &= (one.most < other.least) | (other.most < one.least)

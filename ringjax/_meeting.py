@@ -96,7 +96,9 @@ class Slots(NamedTuple):
         begin = branch.first(holder)
         table = np.stack([begin + first_slot * rate, np.minimum(begin + branch.chunk_length, stop)])
         tiles = branch.num_tiles // 2
-        start, end = jnp.repeat(pick(table.astype(np.uint32), self.shards, axis=1), tiles, axis=2)[..., None, None, None]
+        start, end = jnp.repeat(pick(table.astype(np.uint32), self.shards, axis=1), tiles, axis=2)[
+            ..., None, None, None
+        ]
         return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * rate, end
 
     def labels(self, token: UInt[Array, "J C O R"], nothing: int) -> tuple[Any, tuple[Array, ...]]:

@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 def after(arrays: Any, earlier: Any) -> Any:
     """Returns the arrays, on CPUs not before those that are `earlier`."""
-
     if not jax.tree.leaves(earlier):
         return arrays
 

@@ -101,7 +101,7 @@ class Plan:
         is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
         return first, head, is_member
 
-    def noise(self, seed: Array | None, batch_shape: tuple[int, ...], num_heads: int) -> Noise | None:
+    def noise(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> Noise | None:
         """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads."""
         if seed is None or not self.weighting.dropout_rate:
             return None
@@ -139,9 +139,7 @@ class Plan:
         return self._of_halves(branch, lambda *halves: give(*sort(*halves)), tiles)
 
     def _give(self, branch: BranchSchedule) -> Callable[[Array, Array], Halves]:
-        swap = functools.partial(
-            jax.lax.ppermute, axis_name=self.placement.axis_name, perm=branch.swap_permutation()
-        )
+        swap = functools.partial(jax.lax.ppermute, axis_name=self.placement.axis_name, perm=branch.swap_permutation())
         return lambda own, given: (own, swap(given))
 
     def _sort(self, branch: BranchSchedule) -> Callable[[Array, Array], Halves]:

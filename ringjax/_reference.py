@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,14 @@ from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
 from ringjax._promotion import with_own_promotion
 
 
+@overload
+def dilated_attention_reference(
+    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Any
+) -> tuple[Array, Array]: ...
+@overload
+def dilated_attention_reference(
+    query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Any
+) -> Array: ...
 @with_own_promotion
 def dilated_attention_reference(
     query: Float[Array, "*B T N H"],

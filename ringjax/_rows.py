@@ -182,7 +182,10 @@ def take_selected(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.nda
 
 
 def put_selected(
-    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array | np.ndarray, "O"], combine: Combine
+    split: Shaped[Array, "B m r K D"],
+    rows: Shaped[Array, "B m K D"],
+    offset: UInt[Array | np.ndarray, "O"],
+    combine: Combine,
 ) -> Shaped[Array, "B m r K D"]:
     """Replaces the token number `offset` of each r, by selection."""
     return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
@@ -207,7 +210,10 @@ def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarr
 
 
 def put_slices(
-    split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], offset: UInt[Array | np.ndarray, "O"], combine: Combine
+    split: Shaped[Array, "B m r K D"],
+    rows: Shaped[Array, "B m K D"],
+    offset: UInt[Array | np.ndarray, "O"],
+    combine: Combine,
 ) -> Shaped[Array, "B m r K D"]:
     """Replaces the token number `offset` of each r, slice by slice."""
     numbers = jax.lax.ScatterDimensionNumbers(

@@ -12,21 +12,53 @@ from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
 from ringjax._cache import Cache
-from ringjax._heads import Settings, check_decoding, output_sharding
+from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import Implementation
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+
+__all__ = ["RingDilatedAttention"]
 
 
 class RingDilatedAttention(linen.Module):
     """Multi-head attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
 
     Its parameters have the names and shapes of `linen.MultiHeadDotProductAttention` where `num_kv_heads` is None: with
-    one branch (T, 1) the two compute the same. The attributes are the arguments of
-    :class:`ringjax.RingDilatedAttention`, less the width of the inputs, which is theirs, and the random streams, of
-    which dropout takes the one named "dropout".
+    one branch (T, 1) the two compute the same. Dropout draws from the stream of random numbers named "dropout".
 
     With `decode`, `init` makes the cache of a sequence as long as its inputs, in the collection "cache" (in the dtype
     of its keys): `apply` with ``mutable=["cache"]`` then takes the next tokens, however many at a time.
+
+    Args:
+      num_heads: the number of query heads N.
+      qkv_features: the width of all query heads together; that of the inputs by default.
+      out_features: the width of the outputs; that of the inputs by default.
+      segment_lengths: the segment length of each branch, in tokens.
+      dilation_rates: the dilation rate of each branch.
+      is_causal: whether token t sees only tokens s <= t.
+      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`ringjax.DilatedPattern`.
+      merge: ``"lse"`` or ``"union"``, see :class:`ringjax.DilatedPattern`.
+      heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
+      num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
+      rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
+      dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
+      broadcast_dropout: whether all batches and heads drop the same weights.
+      deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
+      decode: whether calls continue the sequence in the cache.
+      strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
+      implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
+      precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
+      force_fp32_for_softmax: as Flax's module has it: the softmax is in float32 at least, whatever is said here.
+      dtype: the dtype of the computation; by default that of inputs and parameters.
+      param_dtype: the dtype of the parameters.
+      use_bias: whether the projections have biases.
+      kernel_init: initialises the kernels of queries, keys and values [D, N, H].
+      out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
+      bias_init: initialises the biases [N, H] of queries, keys and values.
+      out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
+      mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
+      axis_name: the mesh axis that the sequence is sharded along.
+      spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
 
     Raises:
       ValueError: for a wrong pattern, heads that do not divide, an odd head width with `rope_theta`, a dropout rate
@@ -58,6 +90,8 @@ class RingDilatedAttention(linen.Module):
     decode: bool = False
     strategy: Strategy = "ring"
     implementation: Implementation | None = None
+    precision: Any = None
+    force_fp32_for_softmax: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
     use_bias: bool = True
@@ -76,18 +110,35 @@ class RingDilatedAttention(linen.Module):
         inputs_k: Float[Array, "*B S D"] | None = None,
         inputs_v: Float[Array, "*B S D"] | None = None,
         *,
+        inputs_kv: Float[Array, "*B S D"] | None = None,
+        mask: None = None,
         document_ids: Any = None,
         query_offset: int = 0,
         deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
         prefill: bool = False,
     ) -> Float[Array, "*B T E"]:
-        """Attends; the arguments are those of :class:`ringjax.RingDilatedAttention`."""
+        """Attends; the arguments are those of :class:`ringjax.RingDilatedAttention`.
+
+        And two of Flax's module: `inputs_kv`, of keys and values both, and `dropout_rng`, the key that dropout draws
+        from instead of the stream "dropout".
+        """
+        check_flax_arguments(mask, sow_weights)
+        if inputs_kv is not None:
+            if inputs_k is not None or inputs_v is not None:
+                raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")
+            inputs_k = inputs_v = inputs_kv
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         settings = self._settings(inputs_q.shape[-1])
         dense = functools.partial(
-            linen.DenseGeneral, dtype=self.dtype, param_dtype=self.param_dtype, use_bias=self.use_bias
+            linen.DenseGeneral,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            use_bias=self.use_bias,
+            precision=self.precision,
         )
         of_heads = functools.partial(dense, kernel_init=self.kernel_init, bias_init=self.bias_init)
         key_shape = settings.num_kv_heads, settings.head_dim
@@ -96,7 +147,7 @@ class RingDilatedAttention(linen.Module):
             of_heads(key_shape, name="key")(inputs_k),
             of_heads(key_shape, name="value")(inputs_v),
         )  # [..., T, N, H], [..., S, K, H]
-        seed = self._dropout_seed(deterministic)
+        seed = self._dropout_seed(deterministic, dropout_rng)
         if self.decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
             attended = self._decode(settings, *heads, prefill=prefill)
@@ -122,11 +173,13 @@ class RingDilatedAttention(linen.Module):
             **{name: getattr(self, name) for name in _SAME_SETTINGS},
         )
 
-    def _dropout_seed(self, deterministic: bool | None) -> Any:
+    def _dropout_seed(self, deterministic: bool | None, dropout_rng: Any) -> Any:
         if not self.dropout_rate:
             return None
         deterministic = linen.merge_param("deterministic", self.deterministic, deterministic)
-        return None if deterministic else self.make_rng("dropout")
+        if deterministic:
+            return None
+        return self.make_rng("dropout") if dropout_rng is None else dropout_rng
 
     def _decode(self, settings: Settings, query: Array, key: Array, value: Array, prefill: bool) -> Array:
         if not self.has_variable("cache", _CACHE[0]):
@@ -148,6 +201,7 @@ _SAME_SETTINGS = (
     "logits_soft_cap",
     "dropout_rate",
     "broadcast_dropout",
+    "precision",
     "strategy",
     "implementation",
     "mesh",

@@ -11,9 +11,11 @@ from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
 from ringjax._cache import Cache
-from ringjax._heads import Settings, check_decoding, output_sharding
+from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import Implementation
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+
+__all__ = ["RingDilatedAttention"]
 
 _CACHE = "cached_key", "cached_value", "cache_index", "cache_length"
 
@@ -28,6 +30,7 @@ class RingDilatedAttention(nnx.Module):
       in_features: the width of the inputs.
       qkv_features: the width of all query heads together; `in_features` by default.
       out_features: the width of the outputs; `in_features` by default.
+      in_kv_features: the width of the inputs of keys and values; `in_features` by default.
       segment_lengths: the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether token t sees only tokens s <= t.
@@ -43,6 +46,7 @@ class RingDilatedAttention(nnx.Module):
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
       implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
+      precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
@@ -55,6 +59,7 @@ class RingDilatedAttention(nnx.Module):
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
       rngs: the random streams that the parameters are drawn from, and, from its stream "dropout", the dropout.
+      keep_rngs: whether the module keeps a stream for dropout; else calls must be given one.
 
     Raises:
       ValueError: for a wrong pattern, heads that do not divide, an odd head width with `rope_theta`, a dropout rate
@@ -75,6 +80,7 @@ class RingDilatedAttention(nnx.Module):
         in_features: int,
         qkv_features: int | None = None,
         out_features: int | None = None,
+        in_kv_features: int | None = None,
         *,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
@@ -91,6 +97,7 @@ class RingDilatedAttention(nnx.Module):
         decode: bool = False,
         strategy: Strategy = "ring",
         implementation: Implementation | None = None,
+        precision: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
@@ -102,9 +109,11 @@ class RingDilatedAttention(nnx.Module):
         axis_name: str = "seq",
         spec: Any = None,
         rngs: nnx.Rngs,
+        keep_rngs: bool = True,
     ) -> None:
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.settings = settings = Settings(
             pattern=DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads),
             num_heads=num_heads,
@@ -115,6 +124,7 @@ class RingDilatedAttention(nnx.Module):
             logits_soft_cap=logits_soft_cap,
             dropout_rate=dropout_rate,
             broadcast_dropout=broadcast_dropout,
+            precision=precision,
             strategy=strategy,
             implementation=implementation,
             mesh=mesh,
@@ -123,7 +133,7 @@ class RingDilatedAttention(nnx.Module):
         )
         self.deterministic = deterministic
         self.decode = decode
-        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else nnx.data(None)
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 and keep_rngs else nnx.data(None)
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
@@ -135,12 +145,13 @@ class RingDilatedAttention(nnx.Module):
             dtype=dtype,
             param_dtype=param_dtype,
             use_bias=use_bias,
+            precision=precision,
             rngs=rngs,
         )
         of_heads = functools.partial(linear, kernel_init=kernel_init, bias_init=bias_init)
         self.query = of_heads(in_features, (num_heads, settings.head_dim))
-        self.key = of_heads(in_features, (settings.num_kv_heads, settings.head_dim))
-        self.value = of_heads(in_features, (settings.num_kv_heads, settings.head_dim))
+        self.key = of_heads(self.in_kv_features, (settings.num_kv_heads, settings.head_dim))
+        self.value = of_heads(self.in_kv_features, (settings.num_kv_heads, settings.head_dim))
         self.out = linear(
             (num_heads, settings.head_dim),
             self.out_features,
@@ -149,16 +160,43 @@ class RingDilatedAttention(nnx.Module):
             bias_init=out_bias_init or bias_init,
         )
 
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+        return self.settings.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of key/value heads."""
+        return self.settings.num_kv_heads
+
+    @property
+    def qkv_features(self) -> int:
+        """The width of all query heads together."""
+        return self.settings.qkv_features
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.settings.head_dim
+
+    @property
+    def dropout_rate(self) -> float:
+        """The share of attention weights that are dropped."""
+        return self.settings.dropout_rate
+
     def __call__(
         self,
         inputs_q: Float[Array, "*B T D"],
         inputs_k: Float[Array, "*B S D"] | None = None,
         inputs_v: Float[Array, "*B S D"] | None = None,
         *,
+        mask: None = None,
         document_ids: Any = None,
         query_offset: int = 0,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
         decode: bool | None = None,
         prefill: bool = False,
     ) -> Float[Array, "*B T E"]:
@@ -166,12 +204,14 @@ class RingDilatedAttention(nnx.Module):
 
         Args:
           inputs_q: [..., T, in_features], of the queries.
-          inputs_k: [..., S, in_features], of the keys; `inputs_q` by default.
-          inputs_v: [..., S, in_features], of the values; `inputs_k` by default.
+          inputs_k: [..., S, in_kv_features], of the keys; `inputs_q` by default.
+          inputs_v: [..., S, in_kv_features], of the values; `inputs_k` by default.
+          mask: as Flax's module has it, refused: say is_causal, document_ids or query_offset instead.
           document_ids: the documents of tokens, see :func:`ring_dilated_attention`.
           query_offset: the position of the first query.
           deterministic: whether to drop nothing, instead of what the module says.
           rngs: streams whose "dropout" the seed is drawn from, instead of the module's.
+          sow_weights: as Flax's module has it, refused where true.
           decode: whether to continue the sequence in the cache, instead of what the module says.
           prefill: in decoding, whether the inputs are a sequence from its beginning, sharded along the mesh axis: it is
             computed as in training, and the cache is filled. Other calls take tokens that are not sharded.
@@ -183,6 +223,7 @@ class RingDilatedAttention(nnx.Module):
           ValueError: if it is not said whether to drop, if there is no cache to decode with or it is known to be full,
             or for arguments that mean nothing in decoding.
         """
+        check_flax_arguments(mask, sow_weights)
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
@@ -207,6 +248,8 @@ class RingDilatedAttention(nnx.Module):
         if deterministic:
             return None
         rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError("dropout needs random numbers, and keep_rngs=False keeps no stream: pass rngs to the call")
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
 
     def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32, *, spec: Any = None) -> None:

@@ -110,7 +110,10 @@ def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
 def _count(query: Any, key: Any, documents: Any, **arguments: Any) -> np.ndarray:
     """How often each pair counts, [..., N, T, S]."""
     t, s = arguments.get("query_offset", 0) + np.arange(query.shape[-3])[:, None], np.arange(key.shape[-3])
-    num_heads, branches = key.shape[-2], list(zip(arguments["segment_lengths"], arguments["dilation_rates"], strict=True))
+    num_heads, branches = (
+        key.shape[-2],
+        list(zip(arguments["segment_lengths"], arguments["dilation_rates"], strict=True)),
+    )
     count = np.zeros((num_heads, t.size, s.size), int)
     size, extra = divmod(num_heads, len(branches))
     runs = np.repeat(np.arange(len(branches)), [size + (number < extra) for number in range(len(branches))])

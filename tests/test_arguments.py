@@ -79,11 +79,23 @@ IDS = np.zeros((1, 8), np.int32)
         ({"dropout_rate": -0.1, "dropout_seed": 1}, ValueError, "dropout_rate=-0.1 must be in [0, 1)"),
         ({"dropout_rate": jnp.float32(0.1)}, TypeError, "must be a number, known when the call is traced"),
         ({"dropout_rate": None}, TypeError, "dropout_rate=None must be a number"),
-        ({"dropout_rate": 0.1}, ValueError, "dropout_rate=0.1 needs a dropout_seed: use an integer of 64 bits, an array of one, or a key"),
-        ({"dropout_rate": 0.1, "dropout_seed": "x"}, TypeError, "dropout_seed='x' is of <class 'str'>: use an integer of 64 bits"),
+        (
+            {"dropout_rate": 0.1},
+            ValueError,
+            "dropout_rate=0.1 needs a dropout_seed: use an integer of 64 bits, an array of one, or a key",
+        ),
+        (
+            {"dropout_rate": 0.1, "dropout_seed": "x"},
+            TypeError,
+            "dropout_seed='x' is of <class 'str'>: use an integer of 64 bits",
+        ),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),
         ({"query_offset": -1}, ValueError, "query_offset=-1 must not be negative"),
-        ({"query_offset": 2**31 - 8}, ValueError, "query_offset=2147483640 and 8 queries end beyond position 2147483647"),
+        (
+            {"query_offset": 2**31 - 8},
+            ValueError,
+            "query_offset=2147483640 and 8 queries end beyond position 2147483647",
+        ),
         ({"document_ids": IDS.astype(np.int64) + 2**31}, ValueError, "document_ids has numbers from 2147483648 to"),
         *[
             ({name: number}, ValueError, f"{name}={number!r} must be ")
@@ -106,7 +118,11 @@ IDS = np.zeros((1, 8), np.int32)
         ({"is_causal": "no"}, TypeError, "is_causal='no' must be True or False"),
         ({"mesh": "seq"}, TypeError, "mesh='seq' must be a mesh, such as jax.make_mesh"),
         ({"spec": "data"}, TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
-        ({"spec": P("seq")}, ValueError, "is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"),
+        (
+            {"spec": P("seq")},
+            ValueError,
+            "is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out",
+        ),
         ({"axis_name": 1}, TypeError, "axis_name=1 must be the name of a mesh axis"),
         ({"segment_lengths": 4}, TypeError, "segment_lengths=4 must be a sequence of integers"),
         ({"dilation_rates": None}, TypeError, "dilation_rates=None must be a sequence of integers"),

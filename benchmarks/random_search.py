@@ -1,0 +1,127 @@
+"""Random combinations of all arguments against the oracle, with the flags of XLA that users have.
+
+`python -m benchmarks.random_search --count 10000 --seed 0`. Cases run in processes of their own, so that one that
+aborts or hangs is found as well; those that fail are saved.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from benchmarks.environment import ROOT
+from benchmarks.timing import save
+
+CASES_OF_A_PROCESS, SECONDS_OF_A_CASE = 20, 60
+
+
+def draw(rng: np.random.Generator) -> dict[str, Any]:
+    """Returns the arguments of a call, the shapes of its arrays, and the mesh."""
+    one_of = lambda *choices: choices[rng.integers(len(choices))]
+    count, kv_heads = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    lengths = [int(rng.integers(1, 70)) for _ in range(count)]
+    return {
+        "length": int(rng.integers(1, 67)),
+        "key_length": one_of(None, None, 7, 24),
+        "num_heads": [kv_heads * int(rng.integers(1, 3)), kv_heads],
+        "batch": one_of([], [2], [1, 2]),
+        "documents": one_of(None, None, "sorted", "mixed"),
+        "devices": one_of(1, 2, 3, 5, 6, 7, 8, 8),
+        "is_explicit": bool(one_of(False, True)),
+        "arguments": {
+            "segment_lengths": lengths,
+            "dilation_rates": [int(rng.integers(1, min(length, 6) + 1)) for length in lengths],
+            "offsets": one_of("interleaved", "blocked", "branch"),
+            "merge": one_of("lse", "lse", "union"),
+            "heads": one_of("all", "all", "grouped") if kv_heads >= count else "all",
+            "is_causal": bool(one_of(False, True)),
+            "query_offset": one_of(0, 0, 0, 3, 40),
+            "logits_soft_cap": one_of(None, None, 0.5),
+            "dropout_rate": one_of(0.0, 0.0, 0.5),
+            "dropout_seed": int(rng.integers(2**40)),
+            "broadcast_dropout": bool(one_of(False, True)),
+            "scale": one_of(None, -0.7),
+            "uses": one_of("out", "lse", "both"),
+        },
+        "schedule": {"strategy": one_of("ring", "ring", "all_gather"), "block_size": one_of(None, 4)},
+    }
+
+
+def check(case: dict[str, Any]) -> float:
+    """Returns the largest error of the output, the lse and all gradients, in float64."""
+    from tests import oracle  # noqa: PLC0415  # after jax is set up
+
+    lengths = case["length"], case["length"] if case["key_length"] is None else case["key_length"]
+    arrays = oracle.random_arguments(lengths[0], tuple(case["num_heads"]), (3, 2), tuple(case["batch"]), lengths[1])
+    if case["documents"]:
+        sides = lengths if case["key_length"] is not None else lengths[:1]
+        batch, is_sorted = tuple(case["batch"]), case["documents"] == "sorted"
+        arrays += tuple(oracle.random_documents(side, batch, is_sorted, seed) for seed, side in enumerate(sides))
+    mesh = oracle.make_mesh(AxisType.Explicit if case["is_explicit"] else AxisType.Auto, seq=case["devices"])
+    actual = oracle.ring_results(arrays, mesh=mesh, **case["arguments"], **case["schedule"])
+    expected = oracle.reference_results(arrays, **case["arguments"])
+    with np.errstate(invalid="ignore"):
+        errors = [np.where(one == other, 0, np.abs(one - other)) for one, other in zip(actual, expected, strict=True)]
+    return float(max(np.where(np.isnan(error), np.inf, error).max(initial=0) for error in errors))
+
+
+def check_all(cases: list[dict[str, Any]]) -> None:
+    """Prints the error of each case, as soon as it is known."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
+    for case in cases:
+        print(check(case), flush=True)
+
+
+def search(cases: list[dict[str, Any]]) -> tuple[float, list[tuple[str, dict[str, Any]]]]:
+    """Returns the largest error, and the cases that went wrong, with what happened."""
+    errors, failed, rest = [], [], list(cases)
+    while rest:
+        batch = rest[:CASES_OF_A_PROCESS]
+        command = [sys.executable, "-m", "benchmarks.random_search", "--cases", json.dumps(batch)]
+        limit = SECONDS_OF_A_CASE * len(batch)
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
+            output, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else None
+        except subprocess.TimeoutExpired as error:
+            output, problem = (error.stdout or b"").decode(), ["hangs"]
+        found = [float(line) for line in output.splitlines()]
+        errors += found
+        failed += [(f"error {error}", case) for error, case in zip(found, batch, strict=False) if not error < 1e-9]
+        if problem is not None:
+            failed.append((" ".join(problem) or "ends", batch[len(found)]))
+        rest = rest[len(found) + (problem is not None) :]
+        print(f"{len(cases) - len(rest)} of {len(cases)} cases, {len(failed)} wrong", file=sys.stderr, flush=True)
+    return max(errors, default=0.0), failed
+
+
+def main() -> None:
+    """Draws, checks, saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="cases to draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the draws (default: the time)")
+    parser.add_argument("--save", type=Path, default=Path("failed_cases.json"), help="file of what fails (%(default)s)")
+    parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cases:
+        check_all(arguments.cases)
+        return
+    print(f"seed {arguments.seed}")
+    rng = np.random.default_rng(arguments.seed)
+    largest, failed = search([draw(rng) for _ in range(arguments.count)])
+    row = {"seed": str(arguments.seed), "cases": arguments.count, "wrong": len(failed), "largest error": largest}
+    save(f"random_search_{arguments.seed}" if failed else "random_search", [row])
+    if failed:
+        arguments.save.write_text(json.dumps(failed, indent=1))
+        sys.exit(f"{len(failed)} cases failed: see {arguments.save}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Under the settings and the transformations of jax that users have."""
+
+import pickle
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import make_mesh, random_arguments, reference_results
+
+import ringjax
+from ringjax import ring_dilated_attention
+
+PATTERN = {"segment_lengths": (8, 32), "dilation_rates": (1, 2), "is_causal": True}
+ALL = {"merge": "union", "logits_soft_cap": 5.0, "dropout_rate": 0.5, "dropout_seed": 1}
+
+
+def gradient(arrays, **arguments):
+    call = lambda *arrays: ring_dilated_attention(*arrays, **PATTERN, **arguments).sum()
+    return jax.jit(jax.grad(call, (0, 1, 2)))(*arrays)
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    return [jnp.asarray(array, jnp.float32) for array in random_arguments(32, (4, 2), (8, 8), (2,))]
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return jnp.asarray(np.repeat([[0] * 20 + [-1] * 12], 2, axis=0), jnp.int32)
+
+
+def test_strict_promotion(arrays, documents):
+    mesh = make_mesh(seq=4)
+    expected = gradient(arrays, mesh=mesh, document_ids=documents, **ALL)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        actual = gradient(arrays, mesh=mesh, document_ids=documents, **ALL)
+        attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, rope_theta=1e4, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((2, 32, 32))
+        for count, prefill in ((5, True), (1, False)):
+            inputs = jnp.ones((2, count, 32), jnp.float32)
+            assert attention(inputs, prefill=prefill).shape == inputs.shape
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_padding_makes_no_infinity(arrays, documents):
+    with jax.debug_infs(True), jax.debug_nans(True):
+        gradient(arrays, document_ids=documents)
+
+
+def test_a_batch_of_nothing(arrays):
+    nothing = [array[:0] for array in arrays]
+    for mesh in (None, make_mesh(seq=4)):
+        out, lse = ring_dilated_attention(*nothing, **PATTERN, mesh=mesh, return_residual=True)
+        assert (out.shape, lse.shape) == ((0, 32, 4, 8), (0, 32, 4))
+        assert [grad.shape for grad in gradient(nothing, mesh=mesh)] == [array.shape for array in nothing]
+
+
+def test_export_with_a_symbolic_batch(arrays):
+    (batch,) = export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype) for array in arrays]
+    call = lambda *arrays: ring_dilated_attention(*arrays, **PATTERN)
+    exported = export.export(jax.jit(call))(*shapes)
+    np.testing.assert_allclose(exported.call(*arrays), call(*arrays), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["out", "lse"])
+def test_the_gradient_of_one_result_on_a_mesh_that_arrays_carry(arrays, result):
+    mesh = make_mesh(AxisType.Explicit, data=2, seq=4)
+    put = [jax.device_put(array, NamedSharding(mesh, P("data", "seq"))) for array in arrays]
+    call = lambda *arrays: ring_dilated_attention(*arrays, **PATTERN, return_residual=True)[result]
+    grads = jax.jit(jax.grad(lambda *arrays: jnp.sin(call(*arrays)).sum(), (0, 1, 2)))(*put)
+    dense = lambda *arrays: ringjax.dilated_attention_reference(*arrays, **PATTERN, return_residual=True)[result]
+    expected = jax.grad(lambda *arrays: jnp.sin(dense(*arrays)).sum(), (0, 1, 2))(*arrays)
+    for one, other in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["documents", "plain"])
+def test_vmap_along_an_axis_of_the_mesh(arrays, documents, kind):
+    mesh = make_mesh(data=2, seq=4)
+    put = [jax.device_put(array, NamedSharding(mesh, P("data", "seq"))) for array in arrays]
+    labels = [documents] if kind == "documents" else []
+
+    def attend(*arrays):
+        more = {"document_ids": arrays[3]} if labels else {}
+        return ring_dilated_attention(*arrays[:3], **PATTERN, mesh=mesh, **more)
+
+    call = jax.vmap(attend, spmd_axis_name="data")
+    out, grads = jax.jit(jax.value_and_grad(lambda *arrays: jnp.sin(call(*arrays)).sum(), (0, 1, 2)))(*put, *labels)
+    exact = reference_results([*arrays, *labels], **PATTERN)
+    np.testing.assert_allclose(out, np.sin(exact[0]).sum(), rtol=1e-5)
+    expected = reference_results([*arrays, *labels], **PATTERN, uses="out")[2:]
+    for one, other in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_scan_over_decoding_steps_on_an_explicit_mesh():
+    mesh = make_mesh(AxisType.Explicit, data=2, seq=4)
+    with jax.set_mesh(mesh):
+        attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((2, 32, 32), spec=P("data", "seq"))
+        inputs = np.random.default_rng(0).normal(size=(5, 2, 1, 32)).astype(np.float32)
+        graph, state = nnx.split(attention)
+
+        def step(state, token):
+            attention = nnx.merge(graph, state)
+            out = attention(token)
+            return nnx.state(attention), out
+
+        put = jax.device_put(inputs, NamedSharding(mesh, P(None, "data")))
+        _, outs = jax.jit(lambda state, inputs: jax.lax.scan(step, state, inputs))(state, put)
+    attention.decode = False
+    expected = attention(jnp.asarray(inputs[:, :, 0].swapaxes(0, 1)))
+    np.testing.assert_allclose(outs[:, :, 0].swapaxes(0, 1), expected, rtol=0, atol=1e-5)
+
+
+def test_decoding_refuses_what_its_cache_cannot_hold(unchecked):
+    attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, decode=True, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="dtype=.*int8.* of a cache must be a floating dtype"):
+        attention.init_cache((2, 32, 32), jnp.int8)
+    attention.init_cache((2, 32, 32))
+    for prefill in (False, True):
+        with pytest.raises(ValueError, match="the inputs have the batch \\(1,\\), and the cache \\(2,\\)"):
+            attention(jnp.ones((1, 4, 32)), prefill=prefill)
+    with pytest.raises(ValueError, match="decode one token at least"):
+        attention(jnp.ones((2, 0, 32)))
+
+
+def test_decoding_with_segments_beyond_32_bits():
+    calls = []
+    for segment_length in (32, 10**12):
+        pattern = {"segment_lengths": (segment_length,), "dilation_rates": (3,), "is_causal": True}
+        attention = ringjax.RingDilatedAttention(4, 32, **pattern, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((2, 32, 32))
+        inputs = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 32)), jnp.float32)
+        calls.append([attention(inputs[:, :5]), attention(inputs[:, 5:])])
+    jax.tree.map(np.testing.assert_array_equal, *calls)
+
+
+def test_modules_go_through_pickle():
+    attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, rngs=nnx.Rngs(0))
+    inputs = jnp.ones((2, 32, 32))
+    copy = pickle.loads(pickle.dumps(attention))
+    np.testing.assert_array_equal(copy(inputs), attention(inputs))
+    attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, mesh=make_mesh(seq=4), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="enter jax.set_mesh instead of mesh="):
+        pickle.dumps(attention)
+
+
+def test_the_last_positions(unchecked):
+    """Segments that end at the last number of 32 bits."""
+    arrays = [array[:, :16] for array in random_arguments(16, (2, 1), (4, 4), (1,))]
+    arguments = {"segment_lengths": (2**30,), "dilation_rates": (3,), "query_offset": 2**30 - 8}
+    _, lse = ring_dilated_attention(*arrays, **arguments, return_residual=True)
+    np.testing.assert_allclose(lse, reference_results(arrays, **arguments)[1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"implementation": "fast"}, ValueError, "implementation='fast' is unknown"),
+        ({"strategy": "tree"}, ValueError, "strategy='tree' is unknown"),
+        ({"logits_soft_cap": 1e300}, ValueError, "logits_soft_cap=1e\\+300 must be positive"),
+        ({"spec": "data"}, TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
+        ({"rope_theta": "a"}, TypeError, "rope_theta='a' must be a number"),
+        ({"is_causal": "no"}, TypeError, "is_causal='no' must be True or False"),
+        ({"num_heads": 0}, ValueError, "num_heads=0 must be at least 1"),
+    ],
+    ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
+)
+def test_modules_check_when_they_are_made(arguments, error, words, unchecked):
+    with pytest.raises(error, match=words):
+        ringjax.RingDilatedAttention(**{"num_heads": 4, **PATTERN, **arguments}, in_features=32, rngs=nnx.Rngs(0))
+
+
+def test_arguments_of_flax(arrays):
+    inputs = jnp.ones((2, 32, 32))
+    attention = ringjax.RingDilatedAttention(
+        4, 32, in_kv_features=16, **PATTERN, precision="highest", dropout_rate=0.5, keep_rngs=False, rngs=nnx.Rngs(0)
+    )
+    assert (attention.num_heads, attention.head_dim, attention.qkv_features) == (4, 8, 32)
+    assert len(repr(attention.settings)) < 200
+    assert attention(inputs, inputs[..., :16], deterministic=True).shape == (2, 32, 32)
+    with pytest.raises(ValueError, match="keep_rngs=False keeps no stream"):
+        attention(inputs, inputs[..., :16], deterministic=False)
+    module = ringjax.linen.RingDilatedAttention(4, **PATTERN, force_fp32_for_softmax=True, dropout_rate=0.5)
+    variables = module.init(jax.random.key(0), inputs, deterministic=True)
+    out = module.apply(variables, inputs, inputs_kv=inputs, deterministic=True)
+    np.testing.assert_array_equal(out, module.apply(variables, inputs, deterministic=True))
+    assert module.apply(variables, inputs, deterministic=False, dropout_rng=jax.random.key(1)).shape == out.shape
+    for refused in ({"mask": jnp.ones((2, 1, 32, 32))}, {"sow_weights": True}):
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            module.apply(variables, inputs, deterministic=True, **refused)
+    attend = ringjax.attention_fn(**PATTERN)
+    np.testing.assert_array_equal(attend(*arrays, precision=jax.lax.Precision.DEFAULT), attend(*arrays))
+
+
+def test_without_flax_the_function_is_there(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "flax"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "ringjax.nn", raising=False)
+    monkeypatch.delattr(ringjax, "nn", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"ringjax.RingDilatedAttention needs Flax: pip install flax"):
+        _ = ringjax.RingDilatedAttention
