@@ -17,6 +17,8 @@ CLAIMS = {
     "row_costs": "Selecting rows and merging branches costs little, and short segments keep up with a batched einsum",
     "features": "Documents cost what their pairs cost, a union less than its branches",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
+    "compile_time": "A gradient is traced and compiled in seconds",
+    "random_search": "Random combinations of all arguments are exact, with the flags that users have",
     "endurance": "Training survives kills, long runs, and rings in bfloat16",
     "ahead_of_time": "On H100s and TPUs the ring sends the fewest bytes and hides all of them behind computation",
 }
@@ -43,7 +45,8 @@ def write_page() -> None:
         versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
         page += [f"## {claim}", "", f"![{claim}]({name}.svg)", ""]
         page += [*table(result["rows"], markdown=True), ""]
-        page += [f"`python -m benchmarks.{name}`, {versions}, {result['backend']}", ""]
+        machine = f", {result['processor']}" if "processor" in result else ""
+        page += [f"`python -m benchmarks.{name}`, {versions}, {result['backend']}{machine}", ""]
     (RESULTS / "README.md").write_text("\n".join(page))
 
 

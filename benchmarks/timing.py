@@ -1,6 +1,8 @@
 """What the benchmarks share: timing in rounds that take turns, and the yardstick of local speed."""
 
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -69,9 +71,22 @@ def table(rows: list[dict[str, Any]], markdown: bool = False) -> list[str]:
     return [pad(cells) for cells in (columns, *text)]
 
 
+def processor() -> str:
+    """Returns the name of this machine's processor, and the number of its cores."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}"
+
+
 def save(name: str, rows: list[dict[str, Any]]) -> None:
     """Prints rows as a table and writes them as JSON."""
     print("\n".join(table(rows)))
     RESULTS.mkdir(exist_ok=True)
-    result = {"versions": {"jax": jax.__version__}, "backend": jax.default_backend(), "rows": rows}
+    result = {
+        "versions": {"jax": jax.__version__},
+        "backend": jax.default_backend(),
+        "processor": processor(),
+        "rows": rows,
+    }
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -3,7 +3,7 @@
 `python examples/draw_pattern.py docs/pattern.svg`
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import matplotlib as mpl
@@ -65,4 +65,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path, metavar="FILE", help="the picture to write, such as pattern.svg")
+    main(parser.parse_args().path)

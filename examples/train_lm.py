@@ -40,19 +40,19 @@ DATA = ("seed", "batch_size", "sequence_length")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
-    add("--data", metavar="FILE_OR_FOLDER", help="the text; default: the standard library's source")
-    add("--mesh", type=parse_mesh, help="mesh axes, such as data=2,fsdp=2,seq=4; default: all devices, seq=8")
+    add("--data", metavar="FILE_OR_FOLDER", help="the text; by default the standard library's source")
+    add("--mesh", type=parse_mesh, help="mesh axes, such as data=2,fsdp=2,seq=4; by default all devices, seq=8")
     add("--sequence-length", type=positive, default=8192, help="bytes in a sequence")
-    add("--batch-size", type=positive, default=1, help="sequences in a step")
+    add("--batch-size", type=positive, help="sequences in a step; by default one for each device along data and fsdp")
     add("--steps", type=positive, default=300, help="steps of training")
-    add("--learning-rate", type=float, default=0.02, help="the peak; it warms up and then decays")
+    add("--learning-rate", type=learning_rate, default=0.02, help="the peak; it warms up and then decays")
     add("--width", type=positive, default=128, help="width of the model")
     add("--layers", type=positive, default=4, help="layers of the model")
     add("--heads", type=positive, default=4, help="attention heads")
     add("--segment-lengths", type=integers, default=(512, 2048, 8192), help="of the pattern's branches")
-    add("--dilation-rates", type=integers, default=(1, 4, 16), help="of the pattern's branches")
+    add("--dilation-rates", type=integers, default=(1, 2, 4), help="of the pattern's branches")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
     add("--seed", type=int, default=0, help="of the parameters and the order of the data")
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
@@ -77,6 +77,28 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(text)
+
+
+def learning_rate(text: str) -> float:
+    """Parses a positive, finite number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults that there are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS):
+            return action.help
+        default = action.default
+        text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        return f"{action.help} (default: {text})"
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -185,6 +207,8 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError("--sample runs in one process: leave --distributed out")
         join(arguments.coordinator, arguments.num_processes, arguments.process_index, arguments.peer_timeout)
     mesh = make_mesh(arguments.mesh, arguments.num_processes if arguments.distributed else None)
+    if arguments.batch_size is None:
+        arguments.batch_size = mesh.shape["data"] * mesh.shape["fsdp"]
     check_fits(
         mesh,
         {

@@ -74,5 +74,10 @@ def test_the_picture_is_that_of_its_code(tmp_path):
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
         check=True,
     )
+    for arguments, code in (([], 2), (["--help"], 0)):  # neither writes a file
+        command = [sys.executable, ROOT / "examples" / "draw_pattern.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (code, ["pattern.svg"])
+        assert "FILE" in done.stdout + done.stderr
     shapes = lambda text: sorted(re.findall(r"(?:fill|stroke): (#\w+)", text))
     assert shapes(path.read_text()) == shapes((ROOT / "docs" / "pattern.svg").read_text())

@@ -1,12 +1,15 @@
 """The training program as its users run it: the same curve on any mesh, and clear errors for wrong input."""
 
+import contextlib
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
 import train_lm
 from corpus import Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows
+from distribution import parse_mesh
 from training import Tensors, first_not_finite
 
 from benchmarks.training_runs import SMALL, losses
@@ -72,6 +75,8 @@ def refused(text, tmp_path, monkeypatch, capsys):
         ("--heads 3", "qkv_features=32 does not divide over num_heads=3"),
         ("--dilation-rates 1", "segment_lengths=(32, 256)"),
         ("--steps 0", "'0' is no positive whole number"),
+        ("--learning-rate -1", "'-1' is no positive number"),
+        ("--learning-rate nan", "'nan' is no positive number"),
         ("--data /nowhere", "--data /nowhere is no file, and no folder with files: give one of these"),
         ("--sequence-length 10000000", "give more text with --data, or a smaller --sequence-length"),
         ("--resume", "there is no checkpoint in"),
@@ -81,6 +86,26 @@ def refused(text, tmp_path, monkeypatch, capsys):
 )
 def test_wrong_input_is_refused(options, words, refused):
     assert words in refused(*options.split())
+
+
+@pytest.mark.parametrize(("mesh", "sequences"), [("data=2,fsdp=2,seq=2,tensor=2", 4), ("seq=8", 1)])
+def test_the_batch_fills_the_mesh(mesh, sequences, text, tmp_path, monkeypatch):
+    """Every mesh of the documentation runs as it is written."""
+    taken = []
+    monkeypatch.setattr("train_lm.make_mesh", lambda *_: types.SimpleNamespace(shape=parse_mesh(mesh)))
+    monkeypatch.setattr("train_lm.check_fits", lambda _, sizes: taken.append(sizes["--batch-size"][0]))
+    monkeypatch.setattr("jax.set_mesh", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("train_lm.train", lambda *_: None)
+    train_lm.main(["--mesh", mesh, "--data", str(text), "--out", str(tmp_path / "out"), "--sequence-length", "64"])
+    assert taken == [sequences]
+
+
+def test_the_help_shows_defaults(capsys):
+    with pytest.raises(SystemExit):
+        train_lm.main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "the peak; it warms up and then decays (default: 0.02)" in words
+    assert "of the pattern's branches (default: 512,2048,8192)" in words
 
 
 def test_wrong_text_is_refused(refused, text, tmp_path, monkeypatch):

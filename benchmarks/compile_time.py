@@ -1,0 +1,80 @@
+"""What every user pays before the first step: the equations, the tracing and the compiling of a gradient.
+
+`python -m benchmarks.compile_time`: LongNet's five branches, causal, on eight simulated devices; each case runs in a
+process of its own. Processor seconds, of all threads; the bars are those of a machine with two cores.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ringjax
+from benchmarks.environment import run_module
+from benchmarks.timing import save
+
+LENGTH, HEADS, WIDTH = 32768, 8, 64
+CASES = {
+    "five branches, 2048 to 32768": ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
+    "one branch": ((LENGTH,), (1,)),
+}
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a program, those of inner programs each time that they are used."""
+    for equation in jaxpr.eqns:
+        yield equation
+        parameters = jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)
+        )
+        for inner in parameters:
+            if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def gradient(segment_lengths: Any, dilation_rates: Any, mesh: Any) -> tuple[Any, list[Any]]:
+    """Returns the gradient of causal attention, and the shapes of its arguments."""
+    pattern = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": True, "mesh": mesh}
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    shape = jax.ShapeDtypeStruct((1, LENGTH, HEADS, WIDTH), jnp.float32, sharding=sharding)
+    attend = lambda *arrays: ringjax.ring_dilated_attention(*arrays, **pattern).sum()
+    return jax.jit(jax.grad(attend, (0, 1, 2))), [shape] * 3
+
+
+def measure(case: str) -> dict[str, Any]:
+    """Returns the row of one case."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((8,), ("seq",), axis_types=(AxisType.Auto,))
+    function, shapes = gradient(*CASES[case], mesh)
+    jax.jit(jax.grad(lambda array: jnp.sin(array).sum())).lower(shapes[0]).compile()  # jax's own first steps
+    times = [time.process_time()]
+    traced = function.trace(*shapes)
+    lowered = traced.lower()
+    times.append(time.process_time())
+    lowered.compile()
+    times.append(time.process_time())
+    names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
+    return {
+        "gradient of": case,
+        "equations": len(names),
+        "casts of varying axes": sum(name in ("pvary", "pcast") for name in names),
+        "tracing and lowering, s": times[1] - times[0],
+        "compiling, s": times[2] - times[1],
+        "StableHLO, kB": len(lowered.as_text()) / 1000,
+    }
+
+
+def main() -> None:
+    """Measures each case in a process of its own, and writes the table."""
+    save("compile_time", [run_module("benchmarks.compile_time", case) for case in CASES])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1]))) if len(sys.argv) > 1 else main()
