@@ -228,14 +228,19 @@ def merge(
 # then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
 
 
-def start_gradients(queries: Queries, keys: Keys, step: Any = 0) -> Gradients:
-    """Returns the gradients of nothing, for tiles of queries and of keys; `step` is the number of a loop around."""
+def start_gradients(queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
+    """Returns the gradients of nothing but those given, for tiles of queries and of keys.
+
+    `step` is the number of a loop around.
+    """
     dtype = accumulation_dtype(*queries, *keys)
     # Zeros that depend on the loop, as far as compilers know: else these would keep an array of zeros through it.
     zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), step))
-    zeros = lambda array: jnp.zeros_like(array, dtype) + zero
     # With rows last: else each tile of weights would have to be transposed for the product, not the queries beside it.
-    return Gradients(zeros(queries.query), *(zeros(array.swapaxes(-1, -2)) for array in keys))
+    last = lambda array: (*array.shape[:-2], array.shape[-1], array.shape[-2])
+    shapes = {"query": queries.query.shape, "key": last(keys.key), "value": last(keys.value)}
+    zeros = {name: jnp.zeros_like(queries.query, dtype, shape) for name, shape in shapes.items() if name not in given}
+    return Gradients(**given, **{name: array + zero for name, array in zeros.items()})
 
 
 @functools.partial(jax.jit, static_argnames="weighting")

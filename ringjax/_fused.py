@@ -133,11 +133,14 @@ class Fused:
         """Makes what `backward` takes, of arrays that are laid out."""
         return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
 
-    def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0) -> FusedGradients:
-        """Returns the gradients of nothing."""
+    def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> FusedGradients:
+        """Returns the gradients of nothing but those given."""
         del step
         dtype = accumulation_dtype(queries.query, *keys)
-        return FusedGradients(*(jnp.zeros_like(array, dtype) for array in (queries.query, *keys)))
+        arrays = {"query": queries.query, **keys._asdict()}
+        return FusedGradients(
+            **given, **{name: jnp.zeros_like(array, dtype) for name, array in arrays.items() if name not in given}
+        )
 
     def backward(
         self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: FusedGradients

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +16,6 @@ from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
 from ringjax._rows import Heads, Rows, pick
 from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule
-
-Halves = tuple[Array, Array]
 
 SHARED_BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 64
@@ -126,36 +123,32 @@ class Plan:
 
     def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here: as it will be computed."""
-        if not branch.is_balanced:
-            return tiles
-        give, sort = self._give(branch), self._sort(branch)
-        return self._of_halves(branch, lambda *halves: sort(*give(*halves)), tiles)
+        return self._sort(branch, self._give(branch, tiles)) if branch.is_balanced else tiles
 
     def swap_back(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Undoes `swap`."""
-        if not branch.is_balanced:
-            return tiles
-        give, sort = self._give(branch), self._sort(branch)
-        return self._of_halves(branch, lambda *halves: give(*sort(*halves)), tiles)
+        return self._give(branch, self._sort(branch, tiles)) if branch.is_balanced else tiles
 
-    def _give(self, branch: BranchSchedule) -> Callable[[Array, Array], Halves]:
-        swap = functools.partial(jax.lax.ppermute, axis_name=self.placement.axis_name, perm=branch.swap_permutation())
-        return lambda own, given: (own, swap(given))
+    def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
+        permutation = branch.swap_permutation()
 
-    def _sort(self, branch: BranchSchedule) -> Callable[[Array, Array], Halves]:
-        is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name).astype(jnp.uint32))
-        select = functools.partial(jax.lax.select_n, is_late)
-        return lambda some, others: (select(some, others), select(others, some))
+        def give(array: Array) -> Array:
+            own, given = self._halves(branch, array)
+            return self._join(branch, own, jax.lax.ppermute(given, self.placement.axis_name, permutation))
 
-    def _of_halves(self, branch: BranchSchedule, function: Callable[[Array, Array], Halves], tiles: Any) -> Any:
-        """Returns tiles whose halves are what the function makes of them."""
+        return jax.tree.map(give, tiles)
+
+    def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
+        is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name))
+        flip = lambda array: self._join(branch, *self._halves(branch, array)[::-1])
+        return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
+
+    def _halves(self, branch: BranchSchedule, array: Array) -> list[Array]:
         axis = self.implementation(branch).SLOTS_AXIS
+        return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
 
-        def apply(array: Array) -> Array:
-            halves = jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
-            return jax.lax.concatenate(function(*halves), axis)
-
-        return jax.tree.map(apply, tiles)
+    def _join(self, branch: BranchSchedule, *halves: Array) -> Array:
+        return jax.lax.concatenate(halves, self.implementation(branch).SLOTS_AXIS)
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""

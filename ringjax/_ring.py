@@ -49,13 +49,13 @@ def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan:
     own = see_keys(keys, 0) if do_queries_travel else see_queries(queries, 0)
 
     def visit_keys(step: Any, queries: Tiles, keys_grad: Any) -> tuple[Any, Any]:
-        grads = start(step)._replace(key=keys_grad[0], value=keys_grad[1])
+        grads = start(step, key=keys_grad[0], value=keys_grad[1])
         meeting = _meeting(rows, see_queries(queries, step), own, step)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
     def visit_queries(step: Any, keys: Tiles, query_grad: Array) -> tuple[Any, Any]:
-        grads = start(step)._replace(query=query_grad)
+        grads = start(step, query=query_grad)
         meeting = _meeting(rows, own, see_keys(keys, step), step)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
