@@ -24,6 +24,21 @@ with install_import_hook("ringjax", "beartype.beartype"):
 
 from benchmarks.training_runs import Runs
 
+# What depends on the interpreter and the version of jax, beside a tenth of the rest.
+ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "schedule", "pattern", "device_order"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tenth", action="store_true", help="of the tests of numbers, run every tenth")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--tenth"):
+        rest = [item for item in items if item.path.stem.removeprefix("test_") not in ALWAYS]
+        left_out = set(rest) - set(rest[::10])
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):

@@ -32,7 +32,9 @@ def test_attention_across_processes(count, runs):
         assert "exact" in ended.stdout
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2,seq=4"), (4, "fsdp=2,seq=4")])
+@pytest.mark.parametrize(
+    ("count", "mesh"), [(2, "data=2,seq=4"), pytest.param(4, "fsdp=2,seq=4", marks=pytest.mark.slow)]
+)
 def test_training_across_processes(count, mesh, runs, undisturbed, tmp_path):
     ended = end_all(runs.start_processes(count, tmp_path / "run", "--mesh", mesh))
     assert all(process.code == 0 for process in ended), ended[0].stderr

@@ -27,13 +27,14 @@ HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)
 
 
 RING_SIZES = (1, 2, 4, 8)
-# All patterns on all sizes; on fewer than eight devices, causal and not take turns.
+# All patterns on eight devices, and on one of the other sizes; what all sizes compute is held in integers, by the tests
+# of the schedule.
 CASES = [
     (name, ring_size, is_causal)
     for row, name in enumerate(PATTERNS)
     for column, ring_size in enumerate(RING_SIZES)
     for is_causal in (False, True)
-    if ring_size == 8 or (row + column) % 2 == is_causal
+    if ring_size == 8 or (row % 3 == column and row // 3 % 2 == is_causal)
 ]
 
 

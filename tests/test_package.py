@@ -1,0 +1,70 @@
+"""The wheel as users install it: what is in it, that it runs on its own, and what type checkers see from outside."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+USE = """
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+
+import ringjax
+
+array = jnp.ones((1, 16, 2, 4))
+out = ringjax.ring_dilated_attention(array, array, array, segment_lengths=(4,), dilation_rates=(1,))
+both = ringjax.ring_dilated_attention(
+    array, array, array, segment_lengths=(4,), dilation_rates=(1,), return_residual=True
+)
+dense = ringjax.dilated_attention_reference(array, array, array, segment_lengths=(4,), dilation_rates=(1,))
+assert_type(out, jax.Array)
+assert_type(both, tuple[jax.Array, jax.Array])
+assert_type(dense, jax.Array)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the wheel's contents, and a program beside it."""
+    folder = tmp_path_factory.mktemp("package")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    (folder / "use.py").write_text(USE)
+    return folder
+
+
+def run(folder, *command):
+    environment = {**os.environ, "PYTHONPATH": str(folder / "site"), "MYPYPATH": str(folder / "site")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_wheel_runs_on_its_own(installed):
+    assert (installed / "site" / "ringjax" / "py.typed").exists()
+    assert sorted(path.name for path in (installed / "site").iterdir() if path.suffix != ".dist-info") == ["ringjax"]
+    code = "import ringjax, use; print(ringjax.__file__, ringjax.__version__, ringjax.RingDilatedAttention.__name__)"
+    done = run(installed, sys.executable, "-W", "error", "-c", code)
+    assert done.stdout.split() == [str(installed / "site/ringjax/__init__.py"), "0.1.0", "RingDilatedAttention"]
+
+
+@pytest.mark.parametrize(
+    "checker",
+    [["basedpyright", "--level", "error", "--pythonpath", sys.executable], ["mypy", "--follow-imports=silent"]],
+    ids=lambda c: c[0],
+)
+def test_types_from_outside(checker, installed):
+    name, *options = checker
+    program = Path(sys.executable).parent / name
+    good = run(installed, program, *options, "use.py")
+    assert good.returncode == 0, good.stdout
+    (installed / "bad.py").write_text(USE.replace("segment_lengths=(4,)", "segment_length=(4,)"))
+    bad = run(installed, program, *options, "bad.py")
+    assert bad.returncode == 1
+    assert "segment_length" in bad.stdout
