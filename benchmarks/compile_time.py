@@ -41,10 +41,19 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def gradient(segment_lengths: Any, dilation_rates: Any, mesh: Any) -> tuple[Any, list[Any]]:
     """Returns the gradient of causal attention, and the shapes of its arguments."""
-    pattern = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": True, "mesh": mesh}
+    pattern: Any = {
+        "segment_lengths": segment_lengths,
+        "dilation_rates": dilation_rates,
+        "is_causal": True,
+        "mesh": mesh,
+    }
     sharding = NamedSharding(mesh, P(None, "seq"))
     shape = jax.ShapeDtypeStruct((1, LENGTH, HEADS, WIDTH), jnp.float32, sharding=sharding)
-    attend = lambda *arrays: ringjax.ring_dilated_attention(*arrays, **pattern).sum()
+
+    def attend(*arrays: jax.Array) -> Any:
+        out: Any = ringjax.ring_dilated_attention(*arrays, **pattern)
+        return out.sum()
+
     return jax.jit(jax.grad(attend, (0, 1, 2))), [shape] * 3
 
 
@@ -52,7 +61,8 @@ def measure(case: str) -> dict[str, Any]:
     """Returns the row of one case."""
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((8,), ("seq",), axis_types=(AxisType.Auto,))
-    function, shapes = gradient(*CASES[case], mesh)
+    segment_lengths, dilation_rates = CASES[case]
+    function, shapes = gradient(segment_lengths, dilation_rates, mesh)
     jax.jit(jax.grad(lambda array: jnp.sin(array).sum())).lower(shapes[0]).compile()  # jax's own first steps
     times = [time.process_time()]
     traced = function.trace(*shapes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -143,7 +144,7 @@ class Plan:
         flip = lambda array: self._join(branch, *self._halves(branch, array)[::-1])
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
-    def _halves(self, branch: BranchSchedule, array: Array) -> list[Array]:
+    def _halves(self, branch: BranchSchedule, array: Array) -> Sequence[Array]:
         axis = self.implementation(branch).SLOTS_AXIS
         return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
 

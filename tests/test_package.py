@@ -67,4 +67,4 @@ def test_types_from_outside(checker, installed):
     (installed / "bad.py").write_text(USE.replace("segment_lengths=(4,)", "segment_length=(4,)"))
     bad = run(installed, program, *options, "bad.py")
     assert bad.returncode == 1
-    assert "segment_length" in bad.stdout
+    assert "bad.py:10:" in bad.stdout
