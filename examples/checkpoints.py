@@ -18,7 +18,7 @@ class RunError(Exception):
 
 
 class Checkpoints:
-    """The last checkpoints of a run, each with the configuration that it was made with.
+    """The last checkpoints of a run, each with the configuration that it was made with: `stored`, of the one resumed.
 
     Orbax writes a checkpoint into a folder of its own and names it last: one that was cut off is never taken for whole.
 
@@ -30,7 +30,7 @@ class Checkpoints:
     def __init__(self, folder: Path, configuration: dict[str, Any], resume: int | None) -> None:
         _report_once()
         self.manager = _open(folder.absolute())
-        self.configuration = configuration
+        self.configuration, self.stored = configuration, {}
         self.step = self._find(resume)
         if self.step:
             self._check_configuration(self.step)
@@ -64,7 +64,7 @@ class Checkpoints:
             raise self._unreadable(step, error) from error
         if not found:
             raise self._unreadable(step, ValueError("it names no configuration"))
-        own = self.configuration
+        own, self.stored = self.configuration, dict(found)
         names = [name for name in own if own[name] != found.get(name)]
         if names:
             differences = ", ".join(f"{name} {found.get(name)} there and {own[name]} here" for name in names)

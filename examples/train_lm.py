@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,27 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-processes", type=positive, default=variable("NUM_PROCESSES"), help="the number of processes")
     add("--process-index", type=int, default=variable("PROCESS_ID"), help="the number of this process, from 0 on")
     add("--peer-timeout", type=positive, default=20, help="seconds without a sign of life of a process until all end")
-    return parser.parse_args(argv)
+    # What the command line leaves open is the checkpoint's, if there is one to go on from, else the default.
+    open_flags = dict.fromkeys((*MODEL, *DATA))
+    arguments = parser.parse_args(argv, argparse.Namespace(**open_flags))
+    arguments.defaults = {name: parser.get_default(name) for name in open_flags}
+    if arguments.resume is None and arguments.sample is None:
+        complete(arguments, arguments.defaults)
+    return arguments
+
+
+def complete(arguments: argparse.Namespace, configuration: dict[str, Any]) -> None:
+    """Takes the flags that were not given from a configuration."""
+    for name in (*MODEL, *DATA):
+        value = configuration[name]
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, tuple(value) if isinstance(value, list) else value)
+
+
+def stored_configuration(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the configuration of the checkpoint that the run goes on from."""
+    with Checkpoints(arguments.out / "checkpoints", {}, arguments.resume or 0) as checkpoints:
+        return checkpoints.stored
 
 
 def positive(text: str) -> int:
@@ -207,6 +228,8 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError("--sample runs in one process: leave --distributed out")
         join(arguments.coordinator, arguments.num_processes, arguments.process_index, arguments.peer_timeout)
     mesh = make_mesh(arguments.mesh, arguments.num_processes if arguments.distributed else None)
+    if arguments.resume is not None or arguments.sample is not None:
+        complete(arguments, arguments.defaults | stored_configuration(arguments))
     if arguments.batch_size is None:
         arguments.batch_size = mesh.shape["data"] * mesh.shape["fsdp"]
     check_fits(

@@ -110,20 +110,24 @@ def ring_dilated_attention(
       value: [..., S, K, V].
       segment_lengths: the segment length of each branch, in tokens; any, dividing T or not.
       dilation_rates: the dilation rate of each branch, at most its segment length.
-      is_causal: whether a query sees only keys whose position is not after its own.
-      scale: what the logits are multiplied with, a number; ``1 / sqrt(H)`` by default.
+      is_causal: whether a query sees only keys whose position is not after its own: a token that changes, from one
+        finite value to another, changes no row before it.
+      scale: what the logits are multiplied with, a number, 0 or between 1e-18 and 1e18 in size; ``1 / sqrt(H)`` by
+        default.
       offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`DilatedPattern`.
       merge: ``"lse"``, where a pair counts once for each branch that holds it, or ``"union"``, where it counts once.
       heads: ``"all"``, where every head runs every branch, or ``"grouped"``, where each runs one.
       document_ids: integers [..., T], or a pair of [..., T] and [..., S] for queries and keys; any where S is not T.
         Tokens attend to those of their own document alone, those of negative numbers to none: they give zeros. Tiles
-        whose documents do not meet are skipped.
-      query_offset: the position of the first query, not negative; that of the first key is 0.
+        whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked where they are known.
+      query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
+        2**31 - 1. Each offset is a program of its own.
       logits_soft_cap: the cap c of scaled logits, which are then ``c tanh(logits / c)``; none by default.
       dropout_rate: the probability with which an attention weight is dropped, in [0, 1); those that are kept are
         divided by the rest. Which are depends on the seed, the batch, the head and the positions of query and key
         alone, so not on the mesh; several branches drop a pair together.
-      dropout_seed: an integer, an array of one, or a key of `jax.random`; asked for where weights are dropped.
+      dropout_seed: an integer of 64 bits, an array of one, or a key of `jax.random`; asked for where weights are
+        dropped.
       broadcast_dropout: whether all batches and heads drop the same weights.
       precision: the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.

@@ -160,12 +160,24 @@ def test_a_token_changes_no_causal_row_before_it():
             return_residual=True,
         )
     )
+
+    @jax.jit
+    def gradient(token, *arrays):
+        """Of a loss of the rows before a token."""
+        is_before = (jnp.arange(32) < token)[:, None]
+        results = lambda *arrays: (jnp.where(is_before, call(*arrays)[1], 0), call(*arrays)[0] * is_before[..., None])
+        return jax.grad(lambda *arrays: sum(jnp.sin(result).sum() for result in results(*arrays)), (0, 1, 2))(*arrays)
+
     before = jax.device_get(call(*arrays))
-    for token in (1, 7, 8, 17, 31):
+    for token, value in ((1, 2.0), (7, 1e4), (8, -1e4), (17, 1e4), (31, 0.5)):
         changed = [array.copy() for array in arrays]
         for array in changed:
-            array[:, token] += 1
+            array[:, token] = value
         after = jax.device_get(call(*changed))
         for one, other in zip(before, after, strict=True):
             np.testing.assert_array_equal(one[:, :token], other[:, :token])
             assert not np.array_equal(one[:, token:], other[:, token:])
+        for one, other in zip(gradient(token, *arrays), gradient(token, *changed), strict=True):
+            np.testing.assert_array_equal(one[:, :token], other[:, :token])
+            assert not one[:, token:].any()
+            assert not other[:, token:].any()

@@ -88,6 +88,21 @@ def test_wrong_input_is_refused(options, words, refused):
     assert words in refused(*options.split())
 
 
+def test_a_run_that_goes_on_reads_its_flags(undisturbed, tmp_path, monkeypatch):
+    """From its checkpoint, of the model and of the data, where the command line does not say otherwise."""
+    seen = []
+    monkeypatch.setattr("train_lm.train", lambda arguments, *_: seen.append(arguments))
+    monkeypatch.setattr("train_lm.sample", lambda arguments, *_: seen.append(arguments) or b"")
+    folder = shutil.copytree(undisturbed, tmp_path / "run")
+    for options in (["--resume"], ["--sample", "x"], ["--resume", "10", "--heads", "4"]):
+        train_lm.main(["--out", str(folder), *options])
+    small = train_lm.parse_arguments(SMALL.split())
+    for arguments in seen:
+        for name in ("width", "layers", "segment_lengths", "dilation_rates", "batch_size", "sequence_length", "seed"):
+            assert getattr(arguments, name) == getattr(small, name)
+    assert [arguments.heads for arguments in seen] == [2, 2, 4]
+
+
 @pytest.mark.parametrize(("mesh", "sequences"), [("data=2,fsdp=2,seq=2,tensor=2", 4), ("seq=8", 1)])
 def test_the_batch_fills_the_mesh(mesh, sequences, text, tmp_path, monkeypatch):
     """Every mesh of the documentation runs as it is written."""
