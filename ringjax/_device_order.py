@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,15 +43,18 @@ def make_mesh(
       The mesh, with the axes in the order of `axis_names`.
 
     Raises:
-      ValueError: if an axis has no size or no name, if none is named `axis_name`, or if there are too few devices.
+      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, or if there are too few devices.
 
     Example:
       >>> dict(make_mesh((1, 1), ("data", "seq")).shape)
       {'data': 1, 'seq': 1}
     """
     names, devices = tuple(axis_names), list(jax.devices() if devices is None else devices)
-    if len(names) != len(axis_shapes) or min(axis_shapes, default=0) < 1:
-        raise ValueError(f"axis_shapes={axis_shapes} does not fit {axis_names=}: give each name a positive size")
+    is_size = lambda size: isinstance(size, numbers.Integral) and size > 0
+    if len(names) != len(axis_shapes) or not all(map(is_size, axis_shapes)) or not names:
+        raise ValueError(f"axis_shapes={axis_shapes} does not fit {axis_names=}: give each name a positive whole size")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{axis_names=} has a name twice: give each axis a name of its own")
     sizes, count = dict(zip(names, axis_shapes, strict=True)), math.prod(axis_shapes)
     if axis_name not in sizes:
         raise ValueError(f"axis_name={axis_name!r} is not among {axis_names=}: name the axis of the sequence")

@@ -120,12 +120,14 @@ def test_a_part_of_the_devices():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (((2, 4), ("seq",)), "axis_shapes=.* does not fit axis_names=.*: give each name a positive size"),
-        (((0,), ("seq",)), "give each name a positive size"),
+        (((2, 4), ("seq",)), "axis_shapes=.* does not fit axis_names=.*: give each name a positive whole size"),
+        (((0,), ("seq",)), "give each name a positive whole size"),
+        (((2.0,), ("seq",)), "give each name a positive whole size"),
+        (((2, 4), ("seq", "seq")), "axis_names=.* has a name twice"),
         (((8,), ("data",)), "axis_name='seq' is not among axis_names=.*: name the axis of the sequence"),
         (((16,), ("seq",)), r"axis_shapes=\(16,\) asks for 16 devices, but there are 8: ask for fewer"),
     ],
 )
-def test_wrong_meshes(arguments, words):
+def test_wrong_meshes(arguments, words, unchecked):
     with pytest.raises(ValueError, match=words):
         ringjax.make_mesh(*arguments)

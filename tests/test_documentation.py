@@ -11,6 +11,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import train_lm
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import make_mesh
+
+from ringjax import ring_dilated_attention
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -65,6 +71,21 @@ def test_code_and_commands_of_the_guide_to_scaling():
     flags = {flag for command in commands for flag in re.findall(r"(--[a-z-]+)", command)}
     assert {"--distributed", "--mesh", "--coordinator", "--resume", "--profile"} <= flags
     assert all(flag in known for flag in flags)
+
+
+def test_the_command_for_one_node_rings():
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    (command,) = re.findall(r"train_lm\.py (--mesh seq=8 --dtype bfloat16(?:[^\n]*\\\n)*[^\n]*)", text)
+    arguments = train_lm.parse_arguments(command.replace("\\\n", " ").split())
+    mesh = make_mesh(seq=8)
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    shape = jax.ShapeDtypeStruct((1, arguments.sequence_length, arguments.heads, 32), jnp.bfloat16, sharding=sharding)
+    pattern = {"segment_lengths": arguments.segment_lengths, "dilation_rates": arguments.dilation_rates}
+    attend = lambda array: ring_dilated_attention(array, array, array, **pattern, is_causal=True, mesh=mesh)
+    lowered = jax.jit(attend).lower(shape).as_text()
+    # In and after the loop of the one branch that spans devices: keys, values, and the halves that are swapped.
+    assert lowered.count("collective_permute") >= 2
+    assert max(arguments.dilation_rates) <= arguments.heads
 
 
 def test_the_picture_is_that_of_its_code(tmp_path):
