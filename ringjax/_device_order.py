@@ -43,14 +43,15 @@ def make_mesh(
       The mesh, with the axes in the order of `axis_names`.
 
     Raises:
-      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, or if there are too few devices.
+      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, or if there are too few
+        devices.
 
     Example:
       >>> dict(make_mesh((1, 1), ("data", "seq")).shape)
       {'data': 1, 'seq': 1}
     """
     names, devices = tuple(axis_names), list(jax.devices() if devices is None else devices)
-    is_size = lambda size: isinstance(size, numbers.Integral) and size > 0
+    is_size = lambda size: isinstance(size, numbers.Integral) and int(size) > 0
     if len(names) != len(axis_shapes) or not all(map(is_size, axis_shapes)) or not names:
         raise ValueError(f"axis_shapes={axis_shapes} does not fit {axis_names=}: give each name a positive whole size")
     if len(set(names)) < len(names):
