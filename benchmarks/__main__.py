@@ -18,7 +18,6 @@ CLAIMS = {
     "features": "Documents cost what their pairs cost, a union less than its branches",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
     "compile_time": "A gradient is traced and compiled in seconds",
-    "random_search": "Random combinations of all arguments are exact, with the flags that users have",
     "endurance": "Training survives kills, long runs, and rings in bfloat16",
     "ahead_of_time": "On H100s and TPUs the ring sends the fewest bytes and hides all of them behind computation",
 }
