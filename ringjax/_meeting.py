@@ -58,7 +58,7 @@ class Slots(NamedTuple):
 
     def outlined(self) -> "Slots":
         """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
-        return self if self.rows.is_whole else self._replace(rows=self.rows.of_classes())
+        return self._replace(rows=self.rows.of_classes())
 
     def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
         """Returns the position of the token in each slot of each shard's tiles, and whether there is one.

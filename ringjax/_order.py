@@ -19,7 +19,7 @@ def after(arrays: Any, earlier: Any) -> Any:
         return arrays
 
     def wait(arrays: Any, earlier: Any) -> Any:
-        # Compilers drop dependencies that they can see to be vain: that a word has at most 32 bits set they do not see.
+        # Compilers drop dependencies that they see to be vain. How many bits of words are set at most they do not see.
         bits = [jax.lax.population_count(_word(array)) for array in jax.tree.leaves(earlier)]
         is_there = sum(bits[1:], bits[0]) <= 32 * len(bits)
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
