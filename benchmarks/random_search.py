@@ -22,10 +22,10 @@ from benchmarks.timing import save
 CASES_OF_A_PROCESS, SECONDS_OF_A_CASE = 20, 60
 
 
-def draw(rng: np.random.Generator) -> dict[str, Any]:
+def draw(rng: np.random.Generator, most_branches: int = 4) -> dict[str, Any]:
     """Returns the arguments of a call, the shapes of its arrays, and the mesh."""
     one_of = lambda *choices: choices[rng.integers(len(choices))]
-    count, kv_heads = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    count, kv_heads = int(rng.integers(1, most_branches + 1)), int(rng.integers(1, 4))
     lengths = [int(rng.integers(1, 70)) for _ in range(count)]
     return {
         "length": int(rng.integers(1, 67)),

@@ -41,9 +41,10 @@ class Runs:
 
     def __init__(self, folder: Path, options: str = SMALL) -> None:
         self.text, self.cache, self.options = folder / "text", folder / "cache", options.split()
-        self.text.mkdir()
-        for path in sorted((ROOT / "ringjax").glob("_*.py")):
-            (self.text / path.name).write_text(path.read_text())
+        if not self.text.exists():
+            self.text.mkdir()
+            for path in sorted((ROOT / "ringjax").glob("_*.py")):
+                (self.text / path.name).write_text(path.read_text())
 
     def start(
         self, out: Path, *options: str, environment: dict[str, str] | None = None, stderr: Any = subprocess.PIPE

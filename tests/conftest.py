@@ -1,10 +1,14 @@
 """Every test runs on eight simulated CPU devices, with float64 available and all shape annotations checked."""
 
+import contextlib
+import fcntl
+import gc
 import os
 from importlib.metadata import version
 
 # Less than half the compile time; that fusions are not to be built through MLIR only an older XLA can be told.
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+flags += ["--xla_cpu_parallel_codegen_split_count=1"]  # the other cores have tests of their own
 flags += ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []
 os.environ["XLA_FLAGS"] = " ".join(flags)
 # Compiling for TPUs on a machine without one.
@@ -24,6 +28,10 @@ with install_import_hook("ringjax", "beartype.beartype"):
 
 from benchmarks.training_runs import Runs
 
+# A quarter of the time of tracing goes into looking for garbage among what jax keeps anyway.
+gc.freeze()
+gc.set_threshold(200_000, 50, 100)
+
 # What depends on the interpreter and the version of jax, beside a tenth of the rest.
 ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "schedule", "pattern", "device_order"
 
@@ -41,19 +49,37 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
-    """Starts training runs, which share what they compile."""
-    return Runs(tmp_path_factory.mktemp("runs"))
+def shared_folder(tmp_path_factory):
+    """A folder of all workers of one run of the tests."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
-def undisturbed(runs, tmp_path_factory):
-    """The folder of a run on eight devices."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    ended = runs.run(folder)
-    assert ended.code == 0, ended.stderr
-    assert "held-out bits per byte: bigram" in ended.stdout
+def runs(shared_folder):
+    """Starts training runs, which share what they compile."""
+    with one_at_a_time(shared_folder):
+        return Runs(shared_folder)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(runs, shared_folder):
+    """The folder of a run on eight devices: the first worker that needs it makes it."""
+    folder = shared_folder / "undisturbed"
+    with one_at_a_time(shared_folder):
+        if not folder.exists():
+            ended = runs.run(folder)
+            assert ended.code == 0, ended.stderr
+            assert "held-out bits per byte: bigram" in ended.stdout
     return folder
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder):
+    """Lets one worker in, while the others wait."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
 
@@ -27,14 +25,15 @@ HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)
 
 
 RING_SIZES = (1, 2, 4, 8)
-# All patterns on eight devices, and on one of the other sizes; what all sizes compute is held in integers, by the tests
-# of the schedule.
+# Programs that differ in code: all patterns on eight devices, causal in turn; the loops of each size of ring, which a
+# ring of two does not have; and balanced rings beside those that are not. What all sizes compute, and with which masks,
+# is held in integers, by the tests of the schedule.
 CASES = [
-    (name, ring_size, is_causal)
-    for row, name in enumerate(PATTERNS)
-    for column, ring_size in enumerate(RING_SIZES)
-    for is_causal in (False, True)
-    if ring_size == 8 or (row % 3 == column and row // 3 % 2 == is_causal)
+    *((name, 8, row % 2 == 0) for row, name in enumerate(PATTERNS)),
+    *((name, 8, False) for name in ("dense", "longnet")),
+    *((name, 1, True) for name in ("local", "straddling")),
+    ("longnet", 2, True),
+    ("unequal rings", 4, True),
 ]
 
 
@@ -58,8 +57,7 @@ def test_ring_equals_oracle(name, ring_size, is_causal):
     assert_close(ring_results(arrays, mesh=mesh, **arguments), reference_results(arrays, **arguments))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("ring_size", [1, 4])
+@pytest.mark.parametrize(("ring_size", "is_causal"), [(1, True), (4, False)])
 def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     """With several blocks to a chunk, and chunks side by side in a tile, some tiles whole, cut and left out."""
     arguments = {"segment_lengths": (4, 23, 92), "dilation_rates": (1, 1, 2), "is_causal": is_causal}
@@ -68,8 +66,10 @@ def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     assert_close(actual, reference_results(arrays, **arguments))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["longnet", "unequal rings", "straddling", "short last segment"])
+@pytest.mark.parametrize(
+    ("name", "is_causal"),
+    [("longnet", True), ("unequal rings", False), ("straddling", True), ("short last segment", False)],
+)
 def test_gathering_equals_the_oracle(name, is_causal):
     length, segment_lengths, dilation_rates = PATTERNS[name]
     kind = (AxisType.Auto, AxisType.Explicit)[(list(PATTERNS).index(name) + is_causal) % 2]
@@ -110,32 +110,6 @@ def test_both_ways_around_the_ring_are_exact():
         assert_close(actual, reference_results(arrays, **arguments))
 
 
-@st.composite
-def calls(draw):
-    length, ring_size = draw(st.integers(1, 29)), draw(st.sampled_from([1, 2, 3, 5, 8]))
-    segment_length = draw(st.integers(1, 31))
-    rate = draw(st.integers(1, min(segment_length, 6)))
-    kv_heads = draw(st.integers(1, 3))
-    arguments = {
-        "segment_lengths": (segment_length,),
-        "dilation_rates": (rate,),
-        "is_causal": draw(st.booleans()),
-        "offsets": draw(st.sampled_from(["interleaved", "blocked"])),
-        "scale": draw(st.sampled_from([0.5, 1.0])),
-        "uses": draw(st.sampled_from(["out", "lse", "both"])),
-    }
-    return length, ring_size, (kv_heads * draw(st.integers(1, 2)), kv_heads), arguments
-
-
-@given(calls())
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_random_geometry(call):
-    length, ring_size, heads, arguments = call
-    arrays = random_arguments(length, heads, widths=(2, 3))
-    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), **arguments)
-    assert_close(actual, reference_results(arrays, **arguments))
-
-
 def test_value_under_vjp_equals_primal():
     arrays = [array.astype(np.float32) for array in random_arguments(32, (2, 2))]
     mesh = make_mesh(seq=4)
@@ -165,7 +139,11 @@ def test_a_token_changes_no_causal_row_before_it():
     def gradient(token, *arrays):
         """Of a loss of the rows before a token."""
         is_before = (jnp.arange(32) < token)[:, None]
-        results = lambda *arrays: (jnp.where(is_before, call(*arrays)[1], 0), call(*arrays)[0] * is_before[..., None])
+
+        def results(*arrays):
+            out, lse = call(*arrays)
+            return out * is_before[..., None], jnp.where(is_before, lse, 0)
+
         return jax.grad(lambda *arrays: sum(jnp.sin(result).sum() for result in results(*arrays)), (0, 1, 2))(*arrays)
 
     before = jax.device_get(call(*arrays))

@@ -14,7 +14,7 @@ from benchmarks.training_runs import checkpoint_steps, kill_at_random, losses, s
 
 def test_a_run_that_is_killed_ends_as_if_it_were_not(runs, undisturbed, tmp_path):
     """Bit for bit, and with no more lost than the steps since its last checkpoint."""
-    kills = kill_at_random(runs, tmp_path / "run", 20, 3, 0)
+    kills = kill_at_random(runs, tmp_path / "run", 20, 2, 0)
     assert [kill["resumed"] for kill in kills[1:]] == [kill["whole"] for kill in kills[:-1]]
     np.testing.assert_array_equal(losses(tmp_path / "run"), losses(undisturbed))
     killed, whole = state(tmp_path / "run"), state(undisturbed)
@@ -23,7 +23,7 @@ def test_a_run_that_is_killed_ends_as_if_it_were_not(runs, undisturbed, tmp_path
         np.testing.assert_array_equal(killed[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("mesh", ["seq=4", "seq=1"])
+@pytest.mark.parametrize("mesh", ["seq=4", pytest.param("seq=1", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_fewer_devices(mesh, runs, undisturbed, tmp_path):
     shutil.copytree(undisturbed, tmp_path / "run")
     ended = runs.run(tmp_path / "run", "--resume", "10", "--mesh", mesh)
@@ -44,10 +44,9 @@ def test_a_damaged_checkpoint_is_refused(runs, undisturbed, tmp_path):
         ended = runs.run(tmp_path / "run", "--resume")
         path.write_bytes(whole)
         assert ended.code == 2
-        assert ended.stderr.count("\n") == 1
-        assert re.search(
-            r"checkpoint 20 in .* is damaged, or not this program's \(.*\): go on .* --resume 10", ended.stderr
-        )
+        *before, last = ended.stderr.strip().splitlines()
+        assert all(re.match("[IW]0|WARNING: All log messages", line) for line in before)  # of what looks for devices
+        assert re.search(r"checkpoint 20 in .* is damaged, or not this program's \(.*\): go on .* --resume 10", last)
     piece.unlink()
     ended = runs.run(tmp_path / "run", "--resume", "10")
     assert ended.code == 0, ended.stderr

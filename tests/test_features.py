@@ -37,18 +37,13 @@ OF_REFERENCE = {"uses", *inspect.signature(dilated_attention_reference).paramete
 FEATURES = {
     "documents in any order": {"documents": "mixed", "block_size": 4, "is_causal": False},
     "documents in blocks": {"documents": "sorted", "block_size": 4},
-    "documents, gathered": {"documents": "sorted", "strategy": "all_gather"},
-    "documents that straddle": {"documents": "sorted", **STRADDLING},
+    "documents that straddle, gathered": {"documents": "sorted", "strategy": "all_gather", **STRADDLING},
     "union": {"merge": "union", "block_size": 4},
-    "union, not causal": {"merge": "union", "is_causal": False, "block_size": 4, "dilation_rates": (1, 1)},
-    "union that straddles": {"merge": "union", **STRADDLING},
+    "union that straddles, not causal": {"merge": "union", "is_causal": False, **STRADDLING},
     "grouped": {"num_heads": (6, 3), "heads": "grouped"},
-    "grouped by branch": {"num_heads": (4, 4), "heads": "grouped", "offsets": "branch"},
-    "all by branch": {"offsets": "branch", "dilation_rates": (2, 4)},
-    "cap": {"logits_soft_cap": 0.7},
+    "grouped by branch": {"num_heads": (4, 4), "heads": "grouped", "offsets": "branch", "logits_soft_cap": 0.7},
     "dropout": {"dropout_rate": 0.4, "dropout_seed": 2**40 + 3, "block_size": 4},
-    "broadcast dropout": {"dropout_rate": 0.4, "dropout_seed": 3, "broadcast_dropout": True},
-    "offset": {"query_offset": 5},
+    "broadcast dropout": {"dropout_rate": 0.4, "dropout_seed": 3, "broadcast_dropout": True, "query_offset": 5},
     "far queries": {"length": 30, "query_offset": 40, "segment_lengths": (31,), "dilation_rates": (2,)},
     "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11},
     "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
@@ -141,7 +136,7 @@ options = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 @in_any_combination
-@settings(max_examples=5, derandomize=True, **options)
+@settings(max_examples=8, derandomize=True, **options)
 def test_features_compose(call):
     check_combination(call)
 

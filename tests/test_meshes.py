@@ -50,8 +50,9 @@ def check(function, arrays, originals=None, **arguments):
 
 # Four key/value heads over two devices, with a rate of four: offsets that followed local numbers would be wrong. With
 # one key/value head, or three over two devices, the tensor axis does not divide them.
-@pytest.mark.parametrize("heads", [(8, 4), (4, 1)], ids=["kv4", "kv1"])
-@pytest.mark.parametrize("offsets", ["interleaved", "blocked"])
+@pytest.mark.parametrize(
+    ("heads", "offsets"), [((8, 4), "interleaved"), ((8, 4), "blocked"), ((4, 1), "interleaved")], ids=str
+)
 def test_mesh_that_the_arrays_carry(mesh, heads, offsets):
     arrays = random_arguments(32, heads, batch=(2,))
     check(loss(ring_dilated_attention, offsets=offsets, **ARGUMENTS), place(arrays, mesh), arrays, offsets=offsets)

@@ -52,7 +52,7 @@ def computed_pairs(branch: BranchSchedule, offset: int, length: int) -> np.ndarr
 
 
 @given(geometries())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry):
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     multiplicity = pattern.multiplicity(length, num_heads)
