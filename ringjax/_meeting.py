@@ -80,6 +80,8 @@ class Slots(NamedTuple):
             # The halves of a shard's slots are whole tiles, each of another shard.
             shard, slot = branch.origin(shard, slot) if self.is_swapped else (shard, slot)
             token, is_row = branch.slot_token(shard, chunk, slots + slot, offset)
+        if is_row is not None and branch.num_full_chunks > branch.num_chunks:
+            is_row &= chunk < branch.num_chunks
         flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
         return flat(token), None if is_row is None else flat(is_row)
 

@@ -84,15 +84,15 @@ class Rows(NamedTuple):
     def take(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m K D"]:
         """Takes the kept rows of the shard's tokens; empty slots are junk."""
         branch = self.branch
+        slots = branch.num_blocks * branch.block_rows
         if branch.is_strided:
             rows = self._take_one(self._split(tokens))  # [B, chunks * rows, K, ..., H]
         else:
-            slots = branch.num_blocks * branch.block_rows
             chunk, slot = naturals(branch.num_chunks)[:, None, None], naturals(slots)[:, None]
             token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset)
             index = jnp.where(is_row, token - branch.first(self.shard), 0)  # [chunks, slots, O]
             rows = _take(tokens, rearrange(index, "c s O -> (c s) O"))
-        return self._resize(rows, branch.num_blocks * branch.block_rows)
+        return _resize(rows, branch.num_chunks, branch.num_full_chunks, slots)
 
     def put(
         self,
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
         """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
         branch = self.branch
         if branch.is_strided:
-            rows = self._resize(rows, branch.num_rows)
+            rows = _resize(rows, branch.num_full_chunks, branch.num_chunks, branch.num_rows)
             return self._put_one(self._split(tokens), rows, combine).reshape(tokens.shape)
         shard = self.shard.astype(jnp.uint32)
         token = branch.first(shard) + naturals(branch.shard_length)[:, None]  # [n, 1]
@@ -140,16 +140,15 @@ class Rows(NamedTuple):
     def _split(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m r K D"]:
         return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.branch.dilation_rate)
 
-    def _resize(self, rows: Shaped[Array, "B m K D"], size: int) -> Shaped[Array, "B M K D"]:
-        """Gives each chunk `size` slots: empty ones are added or removed at its end."""
-        missing = size - rows.shape[1] // self.branch.num_chunks
-        if not missing:
-            return rows
-        chunks = rearrange(rows, "B (c s) ... -> B c s ...", c=self.branch.num_chunks)
-        chunks = jax.lax.pad(
-            chunks, jnp.zeros((), rows.dtype), [(0, missing if axis == 2 else 0, 0) for axis in range(chunks.ndim)]
-        )
-        return rearrange(chunks, "B c s ... -> B (c s) ...")
+
+def _resize(rows: Shaped[Array, "B m K D"], chunks: int, new_chunks: int, slots: int) -> Shaped[Array, "B M K D"]:
+    """Gives rows so many chunks, and each of them so many slots: empty ones are added or removed at the ends."""
+    missing = new_chunks - chunks, slots - rows.shape[1] // chunks
+    if missing == (0, 0):
+        return rows
+    split = rearrange(rows, "B (c s) ... -> B c s ...", c=chunks)
+    padding = [(0, {1: missing[0], 2: missing[1]}.get(axis, 0), 0) for axis in range(split.ndim)]
+    return rearrange(jax.lax.pad(split, jnp.zeros((), rows.dtype), padding), "B c s ... -> B (c s) ...")
 
 
 def pick(array: np.ndarray, index: Any, axis: int = 0) -> Any:

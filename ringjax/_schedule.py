@@ -66,12 +66,16 @@ class BranchSchedule:
 
     def ring(self, shard: Any) -> tuple[Any, Any]:
         """Returns the first shard and the number of shards of the ring that a shard belongs to."""
+        if self.ring_size == self.num_shards:
+            return shard - shard, self.ring_size  # zero, of the kind that the shard's number is
         rest = self.num_shards % self.ring_size
         in_short_ring = shard // (self.num_shards - rest) if rest else 0
         return shard // self.ring_size * self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
 
     def source(self, shard: Any, step: Any) -> Any:
         """Returns the shard whose rows are at `shard` after `step` rotations."""
+        if isinstance(step, int) and step == 0:
+            return shard
         first, size = self.ring(shard)
         return first + remainder(shard - first + self.ring_size * size - step, size)
 
@@ -182,19 +186,29 @@ class BranchSchedule:
 
     @functools.cached_property
     def chunks_per_tile(self) -> int:
-        """The number of chunks that one tile computes side by side: a divisor of the number of chunks."""
-        most = max(1, self.max_block_rows // self.block_rows)
-        return max(count for count in range(1, min(most, self.num_chunks) + 1) if self.num_chunks % count == 0)
+        """The number of chunks that one tile computes side by side.
+
+        A divisor of the number of chunks, if there is one that fills half of a tile; else the last tile is not full.
+        """
+        most = min(max(1, self.max_block_rows // self.block_rows), self.num_chunks)
+        divisor = max(count for count in range(1, most + 1) if self.num_chunks % count == 0)
+        num_tiles = -(-self.num_chunks // most)
+        return divisor if 2 * divisor >= most else -(-self.num_chunks // num_tiles)
+
+    @property
+    def num_full_chunks(self) -> int:
+        """The number of chunks that full tiles have: those beyond the chunks of a shard hold no rows."""
+        return -(-self.num_chunks // self.chunks_per_tile) * self.chunks_per_tile
 
     @property
     def num_tiles(self) -> int:
         """The number of tiles of a shard."""
-        return self.num_chunks // self.chunks_per_tile * self.num_blocks
+        return self.num_full_chunks // self.chunks_per_tile * self.num_blocks
 
     @property
     def num_groups(self) -> int:
         """The number of equal parts of a shard that have nothing to do with each other: the chunks of one tile each."""
-        is_exact = self.num_chunks * self.chunk_length == self.shard_length
+        is_exact = self.num_full_chunks * self.chunk_length == self.shard_length
         return self.num_chunks // self.chunks_per_tile if is_exact else 1
 
     def of_group(self) -> "BranchSchedule":

@@ -62,7 +62,7 @@ def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     """With several blocks to a chunk, and chunks side by side in a tile, some tiles whole, cut and left out."""
     arguments = {"segment_lengths": (4, 23, 92), "dilation_rates": (1, 1, 2), "is_causal": is_causal}
     arrays = random_arguments(92, (2, 1))
-    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), block_size=8, **arguments)
+    actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), block_size=12, **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
 
 

@@ -193,3 +193,12 @@ def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
             assert branch.ring(partner) == branch.ring(shard)
         origins = {branch.origin(shard, slot) for shard in range(num_shards) for slot in range(branch.num_slots)}
         assert origins == {(shard, slot) for shard in range(num_shards) for slot in range(branch.num_slots)}
+
+
+def test_a_prime_number_of_segments_fills_its_tiles():
+    """As many tiles as the next number that divides; the exactness of the last one, which is not full, is tested."""
+    for count in (4093, 4096):
+        (branch,) = make_schedule(DilatedPattern((8,), (1,)), 8 * count, 1, 1)
+        assert (branch.num_tiles, branch.chunks_per_tile) == (64, 64)
+    (branch,) = make_schedule(DilatedPattern((4,), (1,)), 92, 1, 1, max_block_rows=12)
+    assert (branch.num_chunks, branch.num_full_chunks, branch.num_tiles) == (23, 24, 8)
