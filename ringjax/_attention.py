@@ -201,10 +201,12 @@ def ring_dilated_attention(
         "heads='grouped' over a mesh axis": heads == "grouped" and placement.heads,
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
-    arrays = query, key, value
+    arrays, place = (query, key, value), (placement.platform, strategy, placement.unmapped)
+    implemented = implement(branches, implementation, arrays, *place, needs, return_residual)
+    is_elsewhere = implementation is None and implemented != branches and not placement.is_platform_known
     plan = Plan(
         pattern=pattern,
-        branches=implement(branches, implementation, arrays, placement.platform, strategy, placement.unmapped, needs),
+        branches=implemented,
         num_kv_heads=key.shape[-2],
         weighting=Weighting(
             scale, None if logits_soft_cap is None else float(logits_soft_cap), float(dropout_rate), precision
@@ -212,6 +214,7 @@ def ring_dilated_attention(
         placement=placement,
         strategy=strategy,
         broadcast_dropout=bool(broadcast_dropout),
+        elsewhere=branches if is_elsewhere else None,
     )
     if 0 in query.shape[:-3]:
         dtype = accumulation_dtype(query, key, value)

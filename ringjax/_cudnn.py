@@ -71,18 +71,32 @@ def _find_missing(module: Any) -> str | None:
     return None
 
 
-def obstacle(query: Any, key: Any, value: Any, platform: str) -> str | None:
-    """Returns why cuDNN cannot compute such arrays on such a platform, None where it can."""
+def _most_width() -> int:
+    """Returns the width of the widest heads on the GPUs that there are; the least of all GPUs where there are none."""
+    is_hopper = jax.default_backend() == "gpu" and _jax is not None and _jax.check_compute_capability("9.0")
+    return 256 if is_hopper else 128
+
+
+def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0) -> str | None:
+    """Returns why cuDNN cannot compute such arrays on such a platform, None where it can.
+
+    Gradients may ask for arrays that are wider by `widening`.
+    """
     if platform not in ("gpu", "cuda"):
         return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
         return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
-    width = query.shape[-1]
-    if width != value.shape[-1] or width % 8 or width > 128:
-        return f"heads must be as wide in value as in query, a multiple of 8 up to 128: {width}, {value.shape[-1]}"
-    return _missing()
+    missing = _missing()
+    if missing is not None:
+        return missing
+    width, most = query.shape[-1], _most_width()
+    if width != value.shape[-1] or width % 8 or width > most:
+        return f"heads must be as wide in value as in query, a multiple of 8 up to {most}: {width}, {value.shape[-1]}"
+    if width + widening > most:
+        return f"with the gradient of the lse, heads of {width} are {width + widening} wide, and {most} is the most"
+    return None
 
 
 def attend(

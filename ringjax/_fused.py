@@ -33,8 +33,11 @@ class Kernel(Protocol):
         """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
         ...
 
-    def obstacle(self, query: Any, key: Any, value: Any, platform: str) -> str | None:
-        """Returns why it cannot compute such arrays on such a platform, None where it can."""
+    def obstacle(self, query: Any, key: Any, value: Any, platform: str, widening: int = 0) -> str | None:
+        """Returns why it cannot compute such arrays on such a platform, None where it can.
+
+        Gradients may ask for arrays that are wider by `widening`.
+        """
         ...
 
 
@@ -214,7 +217,7 @@ def _pad_late(array: Array) -> Array:
 
 # Kernels know no cotangent l of the lse: they compute dS = P (g . v - g . out). With one more column, of ones in v, of
 # l in g and of zeros in out, that is P (g . v + l - g . out), as it should be. Widths grow by what kernels align to.
-_ALIGNMENT = 8
+ALIGNMENT = 8
 
 
 def _differentiate(
@@ -226,14 +229,14 @@ def _differentiate(
     query, out_grad, out, lse, lse_grad = queries
     wide = FusedQueries(widen(query, 0), widen(out_grad, lse_grad), widen(out, 0), lse)
     grads = kernel.differentiate(wide, Keys(widen(keys.key, 0), widen(keys.value, 1)), is_causal, scale)
-    query_grad, key_grad, value_grad = (grad[..., :-_ALIGNMENT] for grad in grads)
+    query_grad, key_grad, value_grad = (grad[..., :-ALIGNMENT] for grad in grads)
     return query_grad, key_grad, value_grad
 
 
 def _first_of(column: Any, array: Array) -> Array:
     """Columns of zeros, but for the first."""
     column = jnp.broadcast_to(jnp.asarray(column, array.dtype), array.shape[:-1])[..., None]
-    return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, _ALIGNMENT - 1)])
+    return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, ALIGNMENT - 1)])
 
 
 def obstacle(branch: BranchSchedule, strategy: str) -> str | None:

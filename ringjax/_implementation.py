@@ -22,6 +22,7 @@ def implement(
     strategy: str,
     unmapped: tuple[str, ...],
     needs: tuple[str, ...] = (),
+    returns_lse: bool = False,
 ) -> tuple[BranchSchedule, ...]:
     """Returns the branches with their implementations.
 
@@ -34,7 +35,7 @@ def implement(
     implementation = IMPLEMENTATIONS[name or FASTEST]
     if implementation is _xla:
         return branches
-    obstacle = implementation.kernel.obstacle(*arrays, platform)
+    obstacle = implementation.kernel.obstacle(*arrays, platform, _fused.ALIGNMENT if returns_lse else 0)
     if obstacle is None and needs:
         obstacle = f"no fused kernel knows {', '.join(needs)}"
     elif obstacle is None and unmapped:

@@ -21,7 +21,7 @@ class Placement(NamedTuple):
     `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
     that shard_map has to make manual, none where there is no mesh or where the caller's own shard_map did. The rest
     says how these axes cut the arrays; what the others, Auto all of them, do is the compiler's. `unmapped` holds those
-    of them that have several devices.
+    of them that have several devices. The platform that is not known is jax's default one, until the call is lowered.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -34,6 +34,7 @@ class Placement(NamedTuple):
     is_explicit: bool = False
     unmapped: Axes = ()
     platform: str = "cpu"
+    is_platform_known: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -143,13 +144,13 @@ def find_placement(
     elif mesh is None:
         carried = filter(None, map(_mesh_of, (query, key, value)))
         mesh = next(carried, None if context.empty else context)
-    platform = _platform(mesh, query)
+    platform, is_platform_known = _platform(mesh, query)
     if mesh is None:
         if spec is not None:
             raise ValueError(
                 f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
             )
-        return Placement(platform=platform)
+        return Placement(platform=platform, is_platform_known=is_platform_known)
 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
@@ -179,16 +180,20 @@ def find_placement(
             if kind == AxisType.Auto and name not in mapped and mesh.shape[name] > 1
         ),
         platform=platform,
+        is_platform_known=is_platform_known,
     )
 
 
-def _platform(mesh: Mesh | AbstractMesh | None, array: Array) -> str:
-    """Returns the platform that a call runs on: of its mesh, else of its array, else the default one."""
+def _platform(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bool]:
+    """Returns the platform that a call runs on, of its mesh or its array, else the default one, and if that is known."""
     if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform
+        return mesh.devices.flat[0].platform, True
+    device = getattr(mesh, "abstract_device", None)
+    if getattr(device, "platform", None):
+        return device.platform, True
     if isinstance(array, Tracer):
-        return jax.default_backend()
-    return next(iter(array.devices())).platform
+        return jax.default_backend(), False
+    return next(iter(array.devices())).platform, True
 
 
 def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:

@@ -37,7 +37,10 @@ def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh."""
+    """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
+
+    Where the platform is not known, and is not the one that `branches` are for, `elsewhere` takes their place.
+    """
 
     pattern: DilatedPattern
     branches: tuple[BranchSchedule, ...]
@@ -46,6 +49,7 @@ class Plan:
     placement: Placement
     strategy: str = "ring"
     broadcast_dropout: bool = False
+    elsewhere: tuple[BranchSchedule, ...] | None = None
 
     def with_batch(self) -> "Plan":
         """Returns the plan of arrays with one more batch dimension, before the others, that no axis cuts."""

@@ -4,6 +4,7 @@ Below the rule everything sees one shard: B batch, n tokens of the shard, K key/
 N = K * G, H and V the widths.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -56,7 +57,11 @@ def _map(shard: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Arr
     """Maps a function of shards. Under vmap its axis is one more of the batch: so each skips the tiles that it can."""
 
     def run(plan: Plan, *arrays: Array | None) -> Any:
-        return plan.placement.map(functools.partial(shard, plan=plan), inputs, outputs)(*arrays)
+        mapped = plan.placement.map(functools.partial(shard, plan=plan), inputs, outputs)
+        if plan.elsewhere is None:
+            return mapped(*arrays)
+        elsewhere = functools.partial(run, dataclasses.replace(plan, branches=plan.elsewhere, elsewhere=None))
+        return jax.lax.platform_dependent(*arrays, cuda=mapped, default=elsewhere)
 
     folded = jax.custom_batching.custom_vmap(functools.partial(run, plan))
 

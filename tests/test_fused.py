@@ -24,7 +24,7 @@ class DenseKernel:
     def __init__(self):
         self.calls = []
 
-    def obstacle(self, query, key, value, platform):
+    def obstacle(self, query, key, value, platform, widening=0):
         return None
 
     def _logits(self, query, key, is_causal, scale):
@@ -242,6 +242,32 @@ def test_what_cudnn_can_compute():
     other = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float16)
     for arrays in ((array, other, array), (array, array, other)):
         assert "takes one dtype, and query, key and value are of bfloat16" in _cudnn.obstacle(*arrays, "gpu")
+
+
+@pytest.mark.parametrize(("most", "fits"), [(128, (128, None)), (256, (256, 136))])
+def test_widths_by_capability(most, fits, monkeypatch):
+    """Up to 128, from Hopper on up to 256; with the cotangent of an lse by eight columns less."""
+    monkeypatch.setattr(_cudnn, "_most_width", lambda: most)
+    obstacle = lambda width, *widening: _cudnn.obstacle(
+        *[jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)] * 3, "gpu", *widening
+    )
+    assert all(obstacle(width) is None for width in fits if width)
+    assert f"a multiple of 8 up to {most}" in obstacle(most + 8)
+    assert obstacle(most - 8, 8) is None
+    assert f"with the gradient of the lse, heads of {most} are {most + 8} wide" in obstacle(most, 8)
+
+
+def test_a_call_is_lowered_for_its_platform(kernel, monkeypatch):
+    """Where a machine has a GPU, and the call is compiled for its CPU: the kernel is not in that program."""
+    attend = kernel.attend
+    monkeypatch.setattr(kernel, "attend", lambda *arguments: jax.tree.map(jnp.cbrt, attend(*arguments)))
+    arguments = {"segment_lengths": (4, 16), "dilation_rates": (1, 2)}
+    arrays = random_arguments(32)
+    traced = jax.jit(with_gradients(loss(ring_dilated_attention, **arguments))).trace(*arrays)
+    assert "cbrt" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    lowered = traced.lower(lowering_platforms=("cpu",))
+    assert "cbrt" not in lowered.as_text()
+    assert_close(jax.device_get(lowered.compile()(*arrays)), reference_results(arrays, **arguments))
 
 
 def test_names_of_implementations(unchecked):
