@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
@@ -35,6 +36,7 @@ def draw(rng: np.random.Generator, most_branches: int = 4) -> dict[str, Any]:
         "documents": one_of(None, None, "sorted", "mixed"),
         "devices": one_of(1, 2, 3, 5, 6, 7, 8, 8),
         "is_explicit": bool(one_of(False, True)),
+        "is_offset_traced": bool(one_of(False, False, True)),
         "arguments": {
             "segment_lengths": lengths,
             "dilation_rates": [int(rng.integers(1, min(length, 6) + 1)) for length in lengths],
@@ -65,7 +67,10 @@ def check(case: dict[str, Any]) -> float:
         batch, is_sorted = tuple(case["batch"]), case["documents"] == "sorted"
         arrays += tuple(oracle.random_documents(side, batch, is_sorted, seed) for seed, side in enumerate(sides))
     mesh = oracle.make_mesh(AxisType.Explicit if case["is_explicit"] else AxisType.Auto, seq=case["devices"])
-    actual = oracle.ring_results(arrays, mesh=mesh, **case["arguments"], **case["schedule"])
+    own = {**case["arguments"], **case["schedule"]}
+    if case["is_offset_traced"]:
+        own["query_offset"] = jnp.int32(own["query_offset"])
+    actual = oracle.ring_results(arrays, mesh=mesh, **own)
     expected = oracle.reference_results(arrays, **case["arguments"])
     with np.errstate(invalid="ignore"):
         errors = [np.where(one == other, 0, np.abs(one - other)) for one, other in zip(actual, expected, strict=True)]

@@ -74,12 +74,18 @@ def check_numbers(
         )
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate={dropout_rate!r} must be in [0, 1): it is the share of weights to drop")
-    if not isinstance(query_offset, numbers.Integral) or isinstance(query_offset, bool):
-        raise TypeError(f"query_offset={query_offset!r} must be an integer, known when the call is traced")
-    if query_offset < 0:
+    is_array = isinstance(query_offset, jax.Array)
+    is_integer = jnp.issubdtype(query_offset.dtype, jnp.integer) if is_array else _is_integer(query_offset)
+    if not is_integer or np.shape(query_offset) != ():
+        raise TypeError(f"query_offset={query_offset!r} must be an integer, or an array of one without dimensions")
+    if not isinstance(query_offset, Tracer) and query_offset < 0:
         raise ValueError(f"query_offset={query_offset} must not be negative: the first key is at 0, the queries after")
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
+
+
+def _is_integer(number: Any) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation: Any, implementations: Any) -> None:

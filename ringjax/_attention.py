@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from ringjax._arguments import (
     check_arrays,
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
     merge: Merge
     heads: Heads
     document_ids: Documents | None
-    query_offset: int
+    query_offset: Any
     logits_soft_cap: float | None
     dropout_rate: float
     dropout_seed: Any
@@ -79,7 +79,7 @@ def ring_dilated_attention(
     merge: Merge = "lse",
     heads: Heads = "all",
     document_ids: Documents | None = None,
-    query_offset: int = 0,
+    query_offset: int | Integer[Array, ""] = 0,
     logits_soft_cap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
@@ -121,7 +121,8 @@ def ring_dilated_attention(
         Tokens attend to those of their own document alone, those of negative numbers to none: they give zeros. Tiles
         whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked where they are known.
       query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
-        2**31 - 1. Each offset is a program of its own.
+        2**31 - 1. Each integer is a program of its own; an array of one serves all offsets with one program, in which
+        shards rotate as if queries were anywhere.
       logits_soft_cap: the cap c of scaled logits, which are then ``c tanh(logits / c)``; none by default.
       dropout_rate: the probability with which an attention weight is dropped, in [0, 1); those that are kept are
         divided by the rest. Which are depends on the seed, the batch, the head and the positions of query and key
@@ -178,7 +179,9 @@ def ring_dilated_attention(
     if scale <= 0:  # below, scales are positive: the sign goes to the keys
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name, spec)
-    check_positions(placement.length(query), placement.length(key), int(query_offset))
+    moving = query_offset if isinstance(query_offset, jax.Array) else None
+    offset = int(query_offset) if moving is None else None
+    check_positions(placement.length(query), placement.length(key), offset or 0)
     if block_size is None:
         batch_heads = math.prod(placement.block(query))
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
@@ -191,7 +194,7 @@ def ring_dilated_attention(
         is_causal=bool(is_causal),
         max_block_rows=int(block_size),
         key_length=placement.length(key),
-        query_offset=int(query_offset),
+        query_offset=offset,
     )
     features = {
         "document_ids": document_ids is not None,
@@ -220,14 +223,14 @@ def ring_dilated_attention(
         dtype = accumulation_dtype(query, key, value)
         out, lse = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
     else:
-        out, lse = _attend(query, key, value, Context(*documents, seed), plan)
+        out, lse = _attend(query, key, value, Context(*documents, seed, moving), plan)
     return (out, lse) if return_residual else out
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _attend(query: Array, key: Array, value: Array, context: Context, plan: Plan) -> tuple[Array, Array]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
-    laid_out = (None if array is None else lay_out(array, kind) for array, kind in zip(context, "ddr", strict=True))
+    laid_out = (None if array is None else lay_out(array, kind) for array, kind in zip(context, "ddrr", strict=True))
     results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), Context(*laid_out), plan)
     out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
     return out, lse

@@ -88,12 +88,13 @@ def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0)
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
         return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
-    missing = _missing()
-    if missing is not None:
-        return missing
-    width, most = query.shape[-1], _most_width()
-    if width != value.shape[-1] or width % 8 or width > most:
-        return f"heads must be as wide in value as in query, a multiple of 8 up to {most}: {width}, {value.shape[-1]}"
+    return _missing() or _too_wide(query.shape[-1], value.shape[-1], widening)
+
+
+def _too_wide(width: int, value_width: int, widening: int) -> str | None:
+    most = _most_width()
+    if width != value_width or width % 8 or width > most:
+        return f"heads must be as wide in value as in query, a multiple of 8 up to {most}: {width}, {value_width}"
     if width + widening > most:
         return f"with the gradient of the lse, heads of {width} are {width + widening} wide, and {most} is the most"
     return None

@@ -113,7 +113,7 @@ class Settings:
         key: Float[Array, "*B S K H"],
         value: Float[Array, "*B S K H"],
         document_ids: Any = None,
-        query_offset: int = 0,
+        query_offset: Any = 0,
         dropout_seed: Any = None,
     ) -> Float[Array, "*B T N H"]:
         """Computes attention of projected heads, rotated to their global positions if `rope_theta` is given."""
@@ -201,7 +201,7 @@ class Settings:
         return Decoder(self.pattern, self.num_kv_heads, weighting, placement)
 
 
-def check_decoding(document_ids: Any, query_offset: int, is_self_attention: bool, draws_dropout: bool) -> None:
+def check_decoding(document_ids: Any, query_offset: Any, is_self_attention: bool, draws_dropout: bool) -> None:
     """Checks the arguments of a call that decodes.
 
     Raises:
@@ -209,7 +209,7 @@ def check_decoding(document_ids: Any, query_offset: int, is_self_attention: bool
     """
     if document_ids is not None:
         raise ValueError("document_ids is given, but decode=True continues one document: leave it out")
-    if query_offset:
+    if not isinstance(query_offset, int) or query_offset:
         raise ValueError(
             f"query_offset={query_offset}, but decode=True knows the position from its cache: leave it out"
         )

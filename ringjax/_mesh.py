@@ -185,10 +185,10 @@ def find_placement(
 
 
 def _platform(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bool]:
-    """Returns the platform that a call runs on, of its mesh or its array, else the default one, and if that is known."""
+    """Returns the platform of a mesh or an array, else the default one, and whether a call will run on it."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform, True
-    device = getattr(mesh, "abstract_device", None)
+    device: Any = getattr(mesh, "abstract_device", None)
     if getattr(device, "platform", None):
         return device.platform, True
     if isinstance(array, Tracer):

@@ -55,6 +55,13 @@ class Plan:
         """Returns the plan of arrays with one more batch dimension, before the others, that no axis cuts."""
         return dataclasses.replace(self, placement=self.placement._replace(batch=((), *self.placement.batch)))
 
+    def at(self, query_offset: Array | None) -> "Plan":
+        """Returns the plan of queries that begin at this position, where that was not known."""
+        if query_offset is None:
+            return self
+        first_token = query_offset.astype(jnp.uint32)
+        return dataclasses.replace(self, branches=tuple(branch.at(first_token) for branch in self.branches))
+
     @property
     def first_head(self) -> Any:
         """The global number of this shard's first key/value head."""

@@ -80,6 +80,8 @@ def dilated_attention_reference(
       >>> dilated_attention_reference(q, k, v, segment_lengths=(3,), dilation_rates=(1,)).shape
       (1, 6, 2, 4)
     """
+    if isinstance(query_offset, jax.Array):
+        raise TypeError("query_offset is an array: the reference takes an integer, known when the call is traced")
     pattern = DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads

@@ -88,9 +88,9 @@ class Rows(NamedTuple):
         if branch.is_strided:
             rows = self._take_one(self._split(tokens))  # [B, chunks * rows, K, ..., H]
         else:
-            chunk, slot = naturals(branch.num_chunks)[:, None, None], naturals(slots)[:, None]
-            token, is_row = branch.slot_token(self.shard.astype(jnp.uint32), chunk, slot, self.offset)
-            index = jnp.where(is_row, token - branch.first(self.shard), 0)  # [chunks, slots, O]
+            shard, chunk, slot = self.shard.astype(jnp.uint32), naturals(branch.num_chunks), naturals(slots)[:, None]
+            token, is_row = branch.slot_token(shard, chunk[:, None, None], slot, self.offset)
+            index = jnp.where(is_row, token - branch.first(shard), 0)  # [chunks, slots, O]
             rows = _take(tokens, rearrange(index, "c s O -> (c s) O"))
         return _resize(rows, branch.num_chunks, branch.num_full_chunks, slots)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax import _gather, _ring
 from ringjax._block import Keys, accumulation_dtype, merge
@@ -33,6 +33,7 @@ class Context(NamedTuple):
     query_documents: Int[Array, "*B T"] | None = None
     key_documents: Int[Array, "*B S"] | None = None
     seed: UInt[Array, "2"] | None = None
+    query_offset: Integer[Array, ""] | None = None
 
     @property
     def documents(self) -> tuple[Array | None, Array | None]:
@@ -50,11 +51,14 @@ def ring_attention(
     plan: Plan,
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes the output and the lse of attention over all shards, as the plan says."""
-    return _map(_shard_forward, "qkkddr", "qq", (query, key, value, *context), plan)
+    return _map(_shard_forward, "qkkddrr", "qq", (query, key, value, *context), plan)
 
 
 def _map(shard: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
-    """Maps a function of shards. Under vmap its axis is one more of the batch: so each skips the tiles that it can."""
+    """Maps a function of shards. Under vmap its axis is one more of the batch: so each skips the tiles that it can.
+
+    But where instances draw for themselves, or begin at positions of their own.
+    """
 
     def run(plan: Plan, *arrays: Array | None) -> Any:
         mapped = plan.placement.map(functools.partial(shard, plan=plan), inputs, outputs)
@@ -67,13 +71,14 @@ def _map(shard: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Arr
 
     @folded.def_vmap
     def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
-        spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
-        if arrays[-1] is not None:  # a seed: each instance draws for itself
+        seed, (_, is_moved) = arrays[-2], is_batched[-2:]
+        if seed is not None or is_moved:
             axes = jax.tree.map(lambda has: 0 if has else None, tuple(is_batched))
             results = jax.vmap(functools.partial(run, plan), axes)(*arrays)
         else:
-            whole = jax.tree.map(spread, arrays, tuple(is_batched))
-            results = _map(shard, inputs, outputs, whole, plan.with_batch())
+            spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
+            whole = jax.tree.map(spread, arrays[:-2], tuple(is_batched[:-2]))
+            results = _map(shard, inputs, outputs, (*whole, *arrays[-2:]), plan.with_batch())
         return results, jax.tree.map(lambda _: True, results)
 
     return folded(*arrays)
@@ -113,7 +118,7 @@ def _backward(
     plan: Plan,
 ) -> tuple[Array, Array, Array]:
     arrays = query, key, value, out, lse, out_grad, lse_grad, *context
-    return _map(_shard_backward, "qkkqqqqddr", "qkk", arrays, plan)
+    return _map(_shard_backward, "qkkqqqqddrr", "qkk", arrays, plan)
 
 
 def _no_second_derivative(*_: Any) -> Any:
@@ -196,6 +201,7 @@ class _Branch(NamedTuple):
 
 
 def _shard_forward(query: Array, key: Array, value: Array, *context: Any, plan: Plan) -> tuple[Array, Array]:
+    plan = plan.at(Context(*context).query_offset)
     axes = _axes((query, key, value, context), plan)
     arrays, context = _group(query, key, value, axes, plan), _group_context(Context(*context), axes)
     noise = plan.noise(context.seed, query.shape[:-3], query.shape[-2])
@@ -242,6 +248,7 @@ def _shard_backward(
     *context: Any,
     plan: Plan,
 ) -> tuple[Array, Array, Array]:
+    plan = plan.at(Context(*context).query_offset)
     axes = _axes((query, key, value, context), plan)
     # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
     arrays, ungroup = jax.vjp(functools.partial(_group, axes=axes, plan=plan), query, key, value)

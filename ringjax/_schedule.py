@@ -12,6 +12,7 @@ from typing import Any
 from ringjax._pattern import DilatedPattern
 
 MAX_BLOCK_ROWS = 512
+MAX_POSITION = 2**31 - 2
 
 
 def remainder(number: Any, divisor: Any) -> Any:
@@ -30,6 +31,8 @@ class BranchSchedule:
     The tokens of a shard are cut into chunks: its segments, where the segments lie inside shards, else the whole shard.
     Each chunk holds `num_rows` slots for the rows that a head keeps; a slot without a row is masked. Chunks attend to
     themselves and, in a ring, to the chunks of the other shards that share a segment with them.
+
+    Where `is_moving`, the first token is known only when the program runs: see `at`.
     """
 
     segment_length: int
@@ -41,10 +44,15 @@ class BranchSchedule:
     max_block_rows: int = MAX_BLOCK_ROWS
     implementation: str = "xla"
     number: int = 0
-    first_token: int = 0
+    first_token: Any = 0
     earlier: tuple[tuple[int, int, int], ...] = ()
     is_general: bool = False
+    is_moving: bool = False
     other_keys: "BranchSchedule | None" = None
+
+    def at(self, first_token: Any) -> "BranchSchedule":
+        """Returns the schedule with this first token, a traced one too: no shape depends on it where it `is_moving`."""
+        return dataclasses.replace(self, first_token=first_token) if self.is_moving else self
 
     @property
     def of_keys(self) -> "BranchSchedule":
@@ -122,7 +130,7 @@ class BranchSchedule:
         return self.first_token + (shard * self.num_chunks + chunk) * self.chunk_length
 
     @property
-    def stop(self) -> int:
+    def stop(self) -> Any:
         """The position after the last token."""
         return self.first_token + self.length
 
@@ -146,6 +154,8 @@ class BranchSchedule:
     @functools.cached_property
     def num_rows(self) -> int:
         """The number of slots of a chunk: the most rows that any head keeps of any chunk."""
+        if self.is_moving:
+            return self._most_kept(self.chunk_length)
         chunks = range(math.lcm(self.segment_length, self.chunk_length) // self.chunk_length)
         chunks = chunks[: self.num_shards * self.num_chunks]
         starts = [self.first(0, chunk) for chunk in chunks]
@@ -156,6 +166,14 @@ class BranchSchedule:
             for start in starts
             for offset in range(offsets)
         )
+
+    def _most_kept(self, tokens: int) -> int:
+        """Returns a bound of the rows that any head keeps of so many tokens, wherever they begin."""
+        segments, rest = divmod(tokens, self.segment_length)
+        # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
+        of_rest = rest if rest < 2 else (rest - 2) // self.dilation_rate + 2
+        is_one_segment = tokens <= self.segment_length and self.segment_length > MAX_POSITION
+        return self.kept(tokens, 0) if is_one_segment else segments * self.kept(self.segment_length, 0) + of_rest
 
     def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the token in a slot of a shard's chunk, and whether there is one."""
@@ -225,7 +243,8 @@ class BranchSchedule:
     def is_strided(self) -> bool:
         """Whether every head keeps one token, its offset, of each `dilation_rate` tokens of a shard, and no other."""
         return (
-            self.num_chunks * self.chunk_length == self.shard_length
+            not self.is_moving
+            and self.num_chunks * self.chunk_length == self.shard_length
             and self.chunk_length % self.dilation_rate == 0
             and self.first_token % self.dilation_rate == 0
             and (self._is_one_segment or (self.ring_size == 1 and not self.is_general))
@@ -247,7 +266,7 @@ class BranchSchedule:
 
     @property
     def _is_one_segment(self) -> bool:
-        return self.segment_length >= self.first_token + self.ring_size * self.shard_length
+        return not self.is_moving and self.segment_length >= self.first_token + self.ring_size * self.shard_length
 
     @property
     def is_balanced(self) -> bool:
@@ -286,14 +305,17 @@ def make_schedule(
     is_causal: bool = False,
     max_block_rows: int = MAX_BLOCK_ROWS,
     key_length: int | None = None,
-    query_offset: int = 0,
+    query_offset: int | None = 0,
 ) -> tuple[BranchSchedule, ...]:
     """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
 
-    There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query.
+    There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
+    where it is known only when the program runs.
     """
     key_length = length if key_length is None else key_length
     shard_length, key_shard_length = -(-length // num_shards), -(-key_length // num_shards)
+    is_moving = query_offset is None
+    query_offset = MAX_POSITION + 1 - num_shards * shard_length if query_offset is None else query_offset
     is_general = query_offset > 0 or length != key_length
     is_union = pattern.merge == "union" and pattern.heads == "all"
     # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
@@ -312,12 +334,15 @@ def make_schedule(
             is_causal=is_causal,
             max_block_rows=max_block_rows,
             number=number,
-            first_token=query_offset,
+            first_token=0 if is_moving else query_offset,
             earlier=tuple((one.number, one.segment_length, one.dilation_rate) for one in branches if is_union),
             is_general=is_general,
+            is_moving=is_moving,
         )
         if is_general:
-            keys = dataclasses.replace(branch, length=key_length, shard_length=key_shard_length, first_token=0)
+            keys = dataclasses.replace(
+                branch, length=key_length, shard_length=key_shard_length, first_token=0, is_moving=False
+            )
             branch = dataclasses.replace(branch, other_keys=keys)
         branches.append(branch)
     return tuple(branches)

@@ -113,7 +113,7 @@ class RingDilatedAttention(linen.Module):
         inputs_kv: Float[Array, "*B S D"] | None = None,
         mask: None = None,
         document_ids: Any = None,
-        query_offset: int = 0,
+        query_offset: Any = 0,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
         sow_weights: bool = False,

@@ -193,7 +193,7 @@ class RingDilatedAttention(nnx.Module):
         *,
         mask: None = None,
         document_ids: Any = None,
-        query_offset: int = 0,
+        query_offset: Any = 0,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
@@ -208,7 +208,7 @@ class RingDilatedAttention(nnx.Module):
           inputs_v: [..., S, in_kv_features], of the values; `inputs_k` by default.
           mask: as Flax's module has it, refused: say is_causal, document_ids or query_offset instead.
           document_ids: the documents of tokens, see :func:`ring_dilated_attention`.
-          query_offset: the position of the first query.
+          query_offset: the position of the first query, see :func:`ring_dilated_attention`.
           deterministic: whether to drop nothing, instead of what the module says.
           rngs: streams whose "dropout" the seed is drawn from, instead of the module's.
           sow_weights: as Flax's module has it, refused where true.

@@ -95,6 +95,30 @@ def test_feature_equals_oracle(name, ring_size):
     check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
 
 
+@pytest.mark.parametrize("ring_size", [1, 4])
+def test_an_offset_that_is_an_array(ring_size):
+    """One program for all chunks of a prompt, in a pattern that straddles; also under vmap, each at its own."""
+    arguments = {"segment_lengths": (7, 24, 10**12), "dilation_rates": (2, 1, 3), "is_causal": True}
+    arrays = make_arrays(length=8, key_length=40, documents="sorted")
+    traces = []
+
+    def function(offset, *arrays):
+        traces.append(offset)
+        moved = loss(ring_dilated_attention, mesh=make_mesh(seq=ring_size), query_offset=offset, **arguments)
+        return with_gradients(moved)(*arrays)
+
+    jitted = jax.jit(function)
+    offsets = (0, 8, 24, 33)
+    expected = [reference_results(arrays, query_offset=offset, **arguments) for offset in offsets]
+    for offset, one in zip(offsets, expected, strict=True):
+        assert_close(jax.device_get(jitted(jnp.int32(offset), *arrays)), one)
+    assert len(traces) == 1
+    if ring_size == 1:
+        several = jax.vmap(function, (0, *[None] * len(arrays)))(jnp.array(offsets, jnp.uint32), *arrays)
+        for index, one in enumerate(expected):
+            assert_close([np.asarray(array)[index] for array in several], one)
+
+
 @st.composite
 def calls(draw):
     length = draw(st.integers(1, 29))
