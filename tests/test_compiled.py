@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -69,29 +70,41 @@ def sent(compiled):
         (40, 2, 256, (8, 1)),
     ],
 )
-def test_what_is_sent_is_what_the_schedule_says(segment_length, rate, length, is_causal, heads):
+def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, is_causal, heads):
+    """A row goes once to each other shard that is linked to its own by segments, and to none else."""
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
-    pattern = DilatedPattern((segment_length,), (rate,))
-    (branch,) = make_schedule(pattern, length, 8, heads[1], is_causal)
+    (branch,) = make_schedule(DilatedPattern((segment_length,), (rate,)), length, 8, heads[1], is_causal)
     row, query, results = row_bytes(*heads)
-    assert branch.ring_size > 1
+    parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
+    hops = max(map(len, parts)) - 1
+    assert hops > 0
     assert queries_travel(branch, row) == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
-    rotated = (branch.ring_size - 1) * branch.num_slots * row.keys
-    swapped = branch.num_slots // 2 * (query + row.keys + results)
-    assert branch.is_balanced == (is_causal and segment_length % (length // 8) == 0)
-    assert (
-        sent(forward)
-        == forward_bytes(branch, query, row.keys, results)
-        == rotated + (swapped if branch.is_balanced else 0)
-    )
+    # Where causal shards swap halves to have the same work, these go there and back.
+    swapped = slots // 2 if is_causal and fills_shards else 0
+    expected = hops * slots * row.keys + swapped * (query + row.keys + results)
+    assert sent(forward) == expected == forward_bytes(branch, query, row.keys, results)
     backward = compile_backward(mesh, length, heads, **arguments)
-    assert sent(backward) == backward_bytes(branch, row)
+    travels = min(row.queries + row.query_grad, row.keys + row.keys_grad)
+    assert sent(backward) == hops * slots * travels + swapped * sum(row) == backward_bytes(branch, row)
+    part_of = {shard: number for number, part in enumerate(parts) for shard in part}
     for permute in (*permutes(forward.as_text()), *permutes(backward.as_text())):
-        for source, destination in permute.pairs:
-            assert branch.ring(source)[0] == branch.ring(destination)[0]
+        assert all(part_of[source] == part_of[destination] for source, destination in permute.pairs)
+
+
+def linked_shards(segment_length, rate, length, shards, num_heads):
+    """By brute force over tokens: the parts of the shards that segments link, directly or by way of others; the most
+    rows that a head keeps on a shard; and whether each segment of more than one shard is made of whole ones."""
+    tokens = np.arange(length).reshape(shards, -1)
+    segments = [set(own // segment_length) for own in tokens]
+    parts = []
+    for shard in range(shards):
+        linked = [part for part in parts if any(segments[shard] & segments[other] for other in part)]
+        parts = [part for part in parts if part not in linked] + [{shard}.union(*linked)]
+    kept = [(own % segment_length % rate == head % rate).sum() for own in tokens for head in range(num_heads)]
+    return parts, max(kept), all(len(numbers) == 1 for numbers in segments)
 
 
 def test_segments_within_a_device_need_no_permute():
