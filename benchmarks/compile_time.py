@@ -1,7 +1,8 @@
 """What every user pays before the first step: the equations, the tracing and the compiling of a gradient.
 
-`python -m benchmarks.compile_time`: LongNet's five branches, causal, on eight simulated devices; each case runs in a
-process of its own. Processor seconds, of all threads; the bars are those of a machine with two cores.
+`python -m benchmarks.compile_time`: LongNet's five branches, causal, for eight simulated devices and for eight H100s,
+which need not exist; each case runs in a process of its own. Processor seconds, of all threads; the bars are those of a
+machine with two cores.
 """
 
 import json
@@ -17,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax
+from benchmarks.ahead_of_time import TOPOLOGIES, devices
 from benchmarks.environment import run_module
 from benchmarks.timing import save
 
@@ -25,6 +27,7 @@ CASES = {
     "five branches, 2048 to 32768": ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)),
     "one branch": ((LENGTH,), (1,)),
 }
+SIMULATED, COMPILED = "8 simulated devices", "8 H100s"
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -57,10 +60,11 @@ def gradient(segment_lengths: Any, dilation_rates: Any, mesh: Any) -> tuple[Any,
     return jax.jit(jax.grad(attend, (0, 1, 2))), [shape] * 3
 
 
-def measure(case: str) -> dict[str, Any]:
-    """Returns the row of one case."""
+def measure(case: str, target: str) -> dict[str, Any]:
+    """Returns the row of one case, compiled for one target."""
     jax.config.update("jax_num_cpu_devices", 8)
-    mesh = jax.make_mesh((8,), ("seq",), axis_types=(AxisType.Auto,))
+    found = jax.devices() if target == SIMULATED else devices(*TOPOLOGIES[target])
+    mesh = jax.make_mesh((8,), ("seq",), axis_types=(AxisType.Auto,), devices=found)
     segment_lengths, dilation_rates = CASES[case]
     function, shapes = gradient(segment_lengths, dilation_rates, mesh)
     jax.jit(jax.grad(lambda array: jnp.sin(array).sum())).lower(shapes[0]).compile()  # jax's own first steps
@@ -73,6 +77,7 @@ def measure(case: str) -> dict[str, Any]:
     names = [equation.primitive.name for equation in equations(traced.jaxpr.jaxpr)]
     return {
         "gradient of": case,
+        "for": target,
         "equations": len(names),
         "casts of varying axes": sum(name in ("pvary", "pcast") for name in names),
         "tracing and lowering, s": times[1] - times[0],
@@ -83,8 +88,16 @@ def measure(case: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measures each case in a process of its own, and writes the table."""
-    save("compile_time", [run_module("benchmarks.compile_time", case) for case in CASES])
+    environments = {SIMULATED: None, COMPILED: "plugins"}
+    save(
+        "compile_time",
+        [
+            run_module("benchmarks.compile_time", case, target, environment=environment)
+            for case in CASES
+            for target, environment in environments.items()
+        ],
+    )
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1]))) if len(sys.argv) > 1 else main()
+    print(json.dumps(measure(*sys.argv[1:]))) if len(sys.argv) > 1 else main()

@@ -78,7 +78,7 @@ def check_numbers(
     is_integer = jnp.issubdtype(query_offset.dtype, jnp.integer) if is_array else _is_integer(query_offset)
     if not is_integer or np.shape(query_offset) != ():
         raise TypeError(f"query_offset={query_offset!r} must be an integer, or an array of one without dimensions")
-    if not isinstance(query_offset, Tracer) and query_offset < 0:
+    if not isinstance(query_offset, Tracer) and int(query_offset) < 0:
         raise ValueError(f"query_offset={query_offset} must not be negative: the first key is at 0, the queries after")
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")

@@ -110,6 +110,10 @@ def test_an_offset_that_is_an_array(ring_size):
     jitted = jax.jit(function)
     offsets = (0, 8, 24, 33)
     expected = [reference_results(arrays, query_offset=offset, **arguments) for offset in offsets]
+    known = jnp.int32(8)
+    closed = jax.eval_shape(lambda: function(known, *arrays))
+    assert closed[0].shape == expected[0][0].shape
+    traces.clear()
     for offset, one in zip(offsets, expected, strict=True):
         assert_close(jax.device_get(jitted(jnp.int32(offset), *arrays)), one)
     assert len(traces) == 1
