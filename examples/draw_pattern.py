@@ -12,7 +12,7 @@ import numpy as np
 mpl.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch
+from matplotlib.patches import FancyArrowPatch, Patch
 
 from ringjax import DilatedPattern
 
@@ -24,10 +24,13 @@ COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 def draw_multiplicity(axes: Axes, head: int) -> None:
     """Draws how many branches hold each pair of tokens, for one head."""
     count = PATTERN.multiplicity(LENGTH, num_kv_heads=4, is_causal=True)[head]
-    axes.imshow(np.ma.masked_equal(count, 0), cmap="viridis_r", vmin=0, vmax=3)
+    image = axes.imshow(np.ma.masked_equal(count, 0), cmap="viridis_r", vmin=0, vmax=3)
     for boundary in range(LENGTH // DEVICES, LENGTH, LENGTH // DEVICES):
         axes.axhline(boundary - 0.5, color="gray", linewidth=0.5)
         axes.axvline(boundary - 0.5, color="gray", linewidth=0.5)
+    handles = [Patch(color=image.to_rgba(n), label=f"in {n} {'branch' if n == 1 else 'branches'}") for n in (1, 2, 3)]
+    handles.append(Patch(facecolor="white", edgecolor="gray", label="do not attend"))
+    axes.legend(handles=handles, loc="upper right", fontsize="small")  # no causal pair is there
     axes.set(title=f"pairs of head {head}, causal", xlabel="key", ylabel="query", xticks=(), yticks=())
 
 
@@ -47,15 +50,15 @@ def draw_ring(axes: Axes) -> None:
             (x, y), tuple(target), shrinkA=42, shrinkB=42, arrowstyle="->", mutation_scale=14, color=COLORS[device]
         )
         axes.add_patch(arrow)
-    axes.text(0, 0, "only the kept\nrows of keys\nand values\ntravel", ha="center", va="center")
-    axes.set(title="the ring of branch (32, 4)", xlim=(-1.6, 1.6), ylim=(-1.4, 1.4), aspect="equal")
+    axes.text(0, -0.1, "only the kept\nrows of keys\nand values\ntravel", ha="center", va="center", fontsize="small")
+    axes.set(title="the ring of branch (32, 4)", xlim=(-1.8, 1.8), ylim=(-1.4, 1.4), aspect="equal")
     axes.axis("off")
 
 
 def main(path: Path) -> None:
     """Writes the picture."""
     mpl.rcParams["svg.hashsalt"] = "ringjax"  # the same picture gives the same file
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained", width_ratios=(1, 1, 1.3))
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.7), layout="constrained", width_ratios=(1, 1, 1.3))
     draw_multiplicity(axes[0], head=0)
     draw_multiplicity(axes[1], head=1)
     draw_ring(axes[2])
