@@ -81,6 +81,19 @@ def test_prefill_and_decoding_give_the_full_forward(pattern, mesh):
     assert int(module.cache_index.get_value()) == PROMPT + sum(CALLS)
 
 
+def test_a_cache_that_no_mesh_was_there_for():
+    """Made outside set_mesh, and used on a mesh that the inputs carry, which does not divide its rows."""
+    module = make(segment_lengths=(7, 32), dilation_rates=(1, 2))
+    expected = call(module, inputs())
+    module.init_cache((BATCH, LENGTH, WIDTH))
+    mesh = make_mesh(AxisType.Explicit, seq=4)
+    place = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    out = call(module, place(inputs()[:, :PROMPT], None, "seq"), decode=True, prefill=True)
+    np.testing.assert_allclose(out, expected[:, :PROMPT], rtol=0, atol=1e-5)
+    out = call(module, place(inputs()[:, PROMPT : PROMPT + 5]), decode=True)
+    np.testing.assert_allclose(out, expected[:, PROMPT : PROMPT + 5], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_decoding_beside_data_and_tensor_axes(kind):
     """Four key/value heads over two devices at a rate of four: offsets that followed local numbers would be wrong."""
