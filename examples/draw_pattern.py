@@ -24,11 +24,12 @@ COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 def draw_multiplicity(axes: Axes, head: int) -> None:
     """Draws how many branches hold each pair of tokens, for one head."""
     count = PATTERN.multiplicity(LENGTH, num_kv_heads=4, is_causal=True)[head]
-    image = axes.imshow(np.ma.masked_equal(count, 0), cmap="viridis_r", vmin=0, vmax=3)
+    colors = mpl.colormaps["viridis_r"]
+    axes.imshow(np.ma.masked_equal(count, 0), cmap=colors, vmin=0, vmax=3)
     for boundary in range(LENGTH // DEVICES, LENGTH, LENGTH // DEVICES):
         axes.axhline(boundary - 0.5, color="gray", linewidth=0.5)
         axes.axvline(boundary - 0.5, color="gray", linewidth=0.5)
-    handles = [Patch(color=image.to_rgba(n), label=f"in {n} {'branch' if n == 1 else 'branches'}") for n in (1, 2, 3)]
+    handles = [Patch(color=colors(n / 3), label=f"in {n} {'branch' if n == 1 else 'branches'}") for n in (1, 2, 3)]
     handles.append(Patch(facecolor="white", edgecolor="gray", label="do not attend"))
     axes.legend(handles=handles, loc="upper right", fontsize="small")  # no causal pair is there
     axes.set(title=f"pairs of head {head}, causal", xlabel="key", ylabel="query", xticks=(), yticks=())

@@ -27,6 +27,7 @@ from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
 from ringjax._rule import STRATEGIES, Context, ring_attention
 from ringjax._schedule import make_schedule
+from ringjax._sinks import add_sinks, read_sinks
 
 Strategy = Literal["ring", "all_gather"]
 Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     document_ids: Documents | None
     query_offset: Any
     logits_soft_cap: float | None
+    sinks: Array | None
     dropout_rate: float
     dropout_seed: Any
     broadcast_dropout: bool
@@ -81,6 +83,7 @@ def ring_dilated_attention(
     document_ids: Documents | None = None,
     query_offset: int | Integer[Array, ""] = 0,
     logits_soft_cap: float | None = None,
+    sinks: Float[Array | np.ndarray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
     broadcast_dropout: bool = False,
@@ -124,6 +127,9 @@ def ring_dilated_attention(
         2**31 - 1. Each integer is a program of its own; an array of one serves all offsets with one program, in which
         shards rotate as if queries were anywhere.
       logits_soft_cap: the cap c of scaled logits, which are then ``c tanh(logits / c)``; none by default.
+      sinks: a logit for each query head, [N] or what broadcasts to [..., T, N]: it takes part in the softmax of the
+        head's rows and has no value (gpt-oss; zeros are "softmax off by one"). It is differentiated, neither scaled nor
+        capped nor dropped, and is part of the lse.
       dropout_rate: the probability with which an attention weight is dropped, in [0, 1); those that are kept are
         divided by the rest. Which are depends on the seed, the batch, the head and the positions of query and key
         alone, so not on the mesh; several branches drop a pair together.
@@ -155,9 +161,9 @@ def ring_dilated_attention(
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
-        unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, documents of another
-        shape, a number out of its range, dropout without a seed, a `mesh` without `axis_name`, a `spec` with axes that
-        the mesh has not, or a length that is sharded over another axis.
+        unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, documents or sinks of
+        another shape, a number out of its range, dropout without a seed, a `mesh` without `axis_name`, a `spec` with
+        axes that the mesh has not, or a length that is sharded over another axis.
       TypeError: for arguments of another dtype, and numbers that are not known when the call is traced.
       NotImplementedError: when differentiated twice.
 
@@ -173,6 +179,7 @@ def ring_dilated_attention(
     check_choices(is_causal, strategy, STRATEGIES, implementation, IMPLEMENTATIONS)
     check_mesh(mesh, axis_name, spec)
     documents = read_documents(document_ids, query, key)
+    sinks = read_sinks(sinks, query)
     seed = read_seed(dropout_seed, dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
@@ -205,7 +212,8 @@ def ring_dilated_attention(
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
     arrays, place = (query, key, value), (placement.platform, strategy, placement.unmapped)
-    implemented = implement(branches, implementation, arrays, *place, needs, return_residual)
+    has_lse_grad = return_residual or sinks is not None
+    implemented = implement(branches, implementation, arrays, *place, needs, has_lse_grad)
     is_elsewhere = implementation is None and implemented != branches and not placement.is_platform_known
     plan = Plan(
         pattern=pattern,
@@ -223,14 +231,16 @@ def ring_dilated_attention(
         dtype = accumulation_dtype(query, key, value)
         out, lse = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
     else:
-        out, lse = _attend(query, key, value, Context(*documents, seed, moving), plan)
+        out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving), plan)
     return (out, lse) if return_residual else out
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _attend(query: Array, key: Array, value: Array, context: Context, plan: Plan) -> tuple[Array, Array]:
+def _attend(
+    query: Array, key: Array, value: Array, sinks: Array | None, context: Context, plan: Plan
+) -> tuple[Array, Array]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
     laid_out = (None if array is None else lay_out(array, kind) for array, kind in zip(context, "ddrr", strict=True))
     results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), Context(*laid_out), plan)
     out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
-    return out, lse
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)

@@ -19,6 +19,7 @@ from ringjax._cache import Cache
 from ringjax._mesh import Placement
 from ringjax._order import after
 from ringjax._pattern import DilatedPattern
+from ringjax._sinks import add_sinks
 
 
 class _Branch(NamedTuple):
@@ -120,6 +121,7 @@ class Decoder:
         key: Float[Array, "*B c K H"],
         value: Float[Array, "*B c K V"],
         cache: Cache,
+        sinks: Float[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "*B c N V"], Cache]:
         """Returns the attention of the next c tokens, and the cache after them: NaN beyond its length.
 
@@ -134,10 +136,10 @@ class Decoder:
                 f"the cache holds {int(cache.length)} tokens of at most {int(cache.max_length)}, and {count} come: "
                 "call init_cache with a larger length"
             )
-        return self._step(query, key, value, cache)
+        return self._step(query, key, value, cache, sinks)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _step(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+    def _step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Array | None) -> tuple[Array, Cache]:
         placement = self._placement
 
         def attend(query: Array, key: Array, value: Array, length: Array, *caches: Array) -> tuple[Array, ...]:
@@ -147,11 +149,13 @@ class Decoder:
         kinds = "k" * len(caches)
         laid_out = [placement.lay_out(array, "k") for array in caches]
         arrays = [placement.reshard(array, kind) for array, kind in zip((query, key, value), "QKK", strict=True)]
-        mapped = placement.map(attend, inputs="QKKr" + kinds, outputs="Q" + kinds)
-        results = mapped(*arrays, cache.length, *laid_out)
+        mapped = placement.map(attend, inputs="QKKr" + kinds, outputs="QQ" + kinds)
+        out, lse, *caches = mapped(*arrays, cache.length, *laid_out)
+        if sinks is not None:
+            out, _ = add_sinks(out, lse, sinks)
         length = cache.length + query.shape[-3]
-        out = jnp.where(length <= cache.max_length, results[0], jnp.nan)
-        return out, Cache(*_halves(results[1:]), length, cache.max_length)
+        out = jnp.where(length <= cache.max_length, out.astype(query.dtype), jnp.nan)
+        return out, Cache(*_halves(caches), length, cache.max_length)
 
     def _branches(self, sizes: Any) -> Iterator[_Branch]:
         """The branches on this shard, given the number of rows of the cache of each."""
@@ -191,8 +195,9 @@ class Decoder:
             new_keys.append(_write(branch, cached_key, own_key, length))
             new_values.append(_write(branch, cached_value, own_value, length))
         parts = [self._over_shards(*_merge(cached)), *new]
-        out = _merge(parts)[0].astype(query.dtype).reshape(*query.shape[:-1], value.shape[-1])
-        return out, *new_keys, *new_values
+        out, lse = _merge(parts)
+        out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])  # [*B, c, N, V]
+        return out, lse, *new_keys, *new_values
 
     def _attend_branch(
         self, branch: _Branch, query: Array, token: Array, key: Array, value: Array, key_token: Array, is_key: Array

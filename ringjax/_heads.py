@@ -115,6 +115,7 @@ class Settings:
         document_ids: Any = None,
         query_offset: Any = 0,
         dropout_seed: Any = None,
+        sinks: Any = None,
     ) -> Float[Array, "*B T N H"]:
         """Computes attention of projected heads, rotated to their global positions if `rope_theta` is given."""
         query, key = self._rotate(query, query_offset), self._rotate(key)
@@ -131,6 +132,7 @@ class Settings:
             document_ids=document_ids,
             query_offset=query_offset,
             logits_soft_cap=self.logits_soft_cap,
+            sinks=sinks,
             dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
             dropout_seed=dropout_seed,
             broadcast_dropout=self.broadcast_dropout,
@@ -163,7 +165,7 @@ class Settings:
         return make_cache(self.pattern, batch, max_length, self.num_kv_heads, widths, dtype, *place)
 
     @with_own_promotion
-    def prefill(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+    def prefill(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
         """Returns the attention of a sequence from its beginning, and the cache after it.
 
         Raises:
@@ -176,19 +178,19 @@ class Settings:
                 "call init_cache with a larger length"
             )
         self._check_cache(key, cache)
-        out, rotated = self.attend(query, key, value), self._rotate(key)
+        out, rotated = self.attend(query, key, value, sinks=sinks), self._rotate(key)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
         return out, self._decoder(query, key, value).prefill(rotated, value, cache)
 
     @with_own_promotion
-    def step(self, query: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+    def step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
         """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
         if self.rope_theta is not None:
             positions = cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
             rotate = functools.partial(rotary_embedding, positions=positions, theta=self.rope_theta)
             query, key = rotate(query), rotate(key)
         self._check_cache(key, cache)
-        return self._decoder(query, key, value).step(query, key, value, cache)
+        return self._decoder(query, key, value).step(query, key, value, cache, sinks)
 
     def _check_cache(self, key: Array, cache: Cache) -> None:
         batch, cached = key.shape[:-3], cache.keys[0].shape[:-3]

@@ -22,12 +22,12 @@ def implement(
     strategy: str,
     unmapped: tuple[str, ...],
     needs: tuple[str, ...] = (),
-    returns_lse: bool = False,
+    has_lse_grad: bool = False,
 ) -> tuple[BranchSchedule, ...]:
     """Returns the branches with their implementations.
 
     `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
-    masked or weighted one by one.
+    masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient.
 
     Raises:
       ValueError: if the named implementation cannot serve all branches.
@@ -35,7 +35,7 @@ def implement(
     implementation = IMPLEMENTATIONS[name or FASTEST]
     if implementation is _xla:
         return branches
-    obstacle = implementation.kernel.obstacle(*arrays, platform, _fused.ALIGNMENT if returns_lse else 0)
+    obstacle = implementation.kernel.obstacle(*arrays, platform, _fused.ALIGNMENT if has_lse_grad else 0)
     if obstacle is None and needs:
         obstacle = f"no fused kernel knows {', '.join(needs)}"
     elif obstacle is None and unmapped:

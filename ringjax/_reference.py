@@ -37,6 +37,7 @@ def dilated_attention_reference(
     document_ids: Any = None,
     query_offset: int = 0,
     logits_soft_cap: float | None = None,
+    sinks: Float[Array, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
     broadcast_dropout: bool = False,
@@ -63,6 +64,7 @@ def dilated_attention_reference(
         each other, and those of negative numbers to nothing.
       query_offset: the position of the first query; that of the first key is 0.
       logits_soft_cap: the cap c of logits, which are then ``c tanh(logits / c)``; none by default.
+      sinks: one more logit of each row, [N] or what broadcasts to [..., T, N], which has no value.
       dropout_rate: the probability with which a weight is dropped; those that are kept are divided by the rest.
       dropout_seed: an integer, or a key of `jax.random`; all pairs of batch, head and positions draw independently.
       broadcast_dropout: whether all batches and heads drop the same weights.
@@ -100,9 +102,13 @@ def dilated_attention_reference(
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     logits = jnp.where(multiplicity > 0, logits + jnp.log(jnp.maximum(multiplicity, 1)).astype(dtype), -jnp.inf)
     covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
-    # Rows without a key would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
-    logits = jnp.where(covered[..., None], logits, 0)
-    lse = jax.nn.logsumexp(logits, axis=-1)  # [..., N, T]
+    columns = [logits]
+    if sinks is not None:
+        columns += [jnp.moveaxis(jnp.broadcast_to(sinks.astype(dtype), query.shape[:-1]), -1, -2)[..., None]]
+        covered = jnp.ones_like(covered)
+    # Rows without a logit would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
+    logits, *sink = (jnp.where(covered[..., None], column, 0) for column in columns)
+    lse = jax.nn.logsumexp(jnp.concatenate([logits, *sink], axis=-1), axis=-1)  # [..., N, T]
     weights = jnp.where(covered[..., None], jnp.exp(logits - lse[..., None]), 0)
     if dropout_rate > 0:
         batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not broadcast_dropout)

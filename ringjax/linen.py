@@ -40,6 +40,9 @@ class RingDilatedAttention(linen.Module):
       heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
+        Flax's own module (arXiv 2302.05442).
+      sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
       broadcast_dropout: whether all batches and heads drop the same weights.
@@ -56,6 +59,7 @@ class RingDilatedAttention(linen.Module):
       out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
       bias_init: initialises the biases [N, H] of queries, keys and values.
       out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
+      sinks_init: initialises the sinks [N].
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
@@ -83,6 +87,8 @@ class RingDilatedAttention(linen.Module):
     heads: Heads = "all"
     num_kv_heads: int | None = None
     rope_theta: float | None = None
+    normalize_qk: bool = False
+    sinks: bool = False
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
@@ -99,6 +105,7 @@ class RingDilatedAttention(linen.Module):
     out_kernel_init: Any = None
     bias_init: Any = linen.initializers.zeros_init()
     out_bias_init: Any = None
+    sinks_init: Any = linen.initializers.zeros_init()
     mesh: Any = None
     axis_name: str = "seq"
     spec: Any = None
@@ -147,12 +154,16 @@ class RingDilatedAttention(linen.Module):
             of_heads(key_shape, name="key")(inputs_k),
             of_heads(key_shape, name="value")(inputs_v),
         )  # [..., T, N, H], [..., S, K, H]
+        if self.normalize_qk:
+            norm = functools.partial(linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+            heads = norm(name="query_ln")(heads[0]), norm(name="key_ln")(heads[1]), heads[2]
+        sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         seed = self._dropout_seed(deterministic, dropout_rng)
         if self.decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
-            attended = self._decode(settings, *heads, prefill=prefill)
+            attended = self._decode(settings, *heads, sinks, prefill=prefill)
         else:
-            attended = settings.attend(*heads, document_ids, query_offset, seed)
+            attended = settings.attend(*heads, document_ids, query_offset, seed, sinks)
         dot_general = functools.partial(jax.lax.dot_general, out_sharding=output_sharding(inputs_q))
         out = dense(
             self.out_features or inputs_q.shape[-1],
@@ -181,14 +192,16 @@ class RingDilatedAttention(linen.Module):
             return None
         return self.make_rng("dropout") if dropout_rng is None else dropout_rng
 
-    def _decode(self, settings: Settings, query: Array, key: Array, value: Array, prefill: bool) -> Array:
+    def _decode(
+        self, settings: Settings, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool
+    ) -> Array:
         if not self.has_variable("cache", _CACHE[0]):
             *batch, length, _, _ = key.shape
             for name, rows in zip(_CACHE, settings.make_cache(tuple(batch), length, key.dtype), strict=True):
                 self.put_variable("cache", name, rows)
-            return settings.attend(query, key, value)
+            return settings.attend(query, key, value, sinks=sinks)
         run = settings.prefill if prefill else settings.step
-        out, cache = run(query, key, value, Cache(*(self.get_variable("cache", name) for name in _CACHE)))
+        out, cache = run(query, key, value, Cache(*(self.get_variable("cache", name) for name in _CACHE)), sinks)
         for name, rows in zip(_CACHE, cache, strict=True):
             self.put_variable("cache", name, rows)
         return out

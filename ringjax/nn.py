@@ -39,6 +39,9 @@ class RingDilatedAttention(nnx.Module):
       heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
+        Flax's own module (arXiv 2302.05442).
+      sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
       broadcast_dropout: whether all batches and heads drop the same weights.
@@ -55,6 +58,7 @@ class RingDilatedAttention(nnx.Module):
       out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
       bias_init: initialises the biases [N, H] of queries, keys and values.
       out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
+      sinks_init: initialises the sinks [N].
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
@@ -90,6 +94,8 @@ class RingDilatedAttention(nnx.Module):
         heads: Heads = "all",
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
+        normalize_qk: bool = False,
+        sinks: bool = False,
         logits_soft_cap: float | None = None,
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = False,
@@ -105,6 +111,7 @@ class RingDilatedAttention(nnx.Module):
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = initializers.zeros_init(),
         out_bias_init: nnx.Initializer | None = None,
+        sinks_init: nnx.Initializer = initializers.zeros_init(),
         mesh: Any = None,
         axis_name: str = "seq",
         spec: Any = None,
@@ -159,6 +166,14 @@ class RingDilatedAttention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
         )
+        # Last, so that they change no other parameter.
+        norm = functools.partial(
+            nnx.LayerNorm, settings.head_dim, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query_ln: nnx.LayerNorm | None = norm() if normalize_qk else nnx.data(None)
+        self.key_ln: nnx.LayerNorm | None = norm() if normalize_qk else nnx.data(None)
+        make_sinks = lambda: nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
+        self.sinks: nnx.Param[Any] | None = make_sinks() if sinks else nnx.data(None)
 
     @property
     def num_heads(self) -> int:
@@ -227,14 +242,24 @@ class RingDilatedAttention(nnx.Module):
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
-        heads = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)  # [..., T, N, H], [..., S, K, H]
+        heads = self._project(inputs_q, inputs_k, inputs_v)  # [..., T, N, H], [..., S, K, H]
         seed = self._dropout_seed(deterministic, rngs)
         if self.decode if decode is None else decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
             attended = self._decode(*heads, prefill=prefill)
         else:
-            attended = self.settings.attend(*heads, document_ids, query_offset, seed)
+            attended = self.settings.attend(*heads, document_ids, query_offset, seed, self._sinks)
         return self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
+
+    def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
+        query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
+        if self.query_ln is None or self.key_ln is None:
+            return query, key, value
+        return self.query_ln(query), self.key_ln(key), value
+
+    @property
+    def _sinks(self) -> Array | None:
+        return None if self.sinks is None else self.sinks.get_value()
 
     def _dropout_seed(self, deterministic: bool | None, rngs: Any) -> Any:
         if not self.settings.dropout_rate:
@@ -298,7 +323,7 @@ class RingDilatedAttention(nnx.Module):
             raise ValueError("decode=True, but there is no cache: call init_cache first")
         cache = Cache(*(variable.get_value() for variable in variables))
         run = self.settings.prefill if prefill else self.settings.step
-        out, cache = run(query, key, value, cache)
+        out, cache = run(query, key, value, cache, self._sinks)
         for variable, rows in zip(variables, cache, strict=True):
             variable.set_value(rows)
         return out

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 import ringjax
 
-NAMES = ("out", "lse", "query_grad", "key_grad", "value_grad")
+NAMES = ("out", "lse", "query_grad", "key_grad", "value_grad", "sinks_grad")
 
 
 def make_mesh(kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
@@ -54,18 +54,26 @@ def loss(attention: Any, uses: str = "both", **arguments: Any) -> Any:
     return function
 
 
-def with_gradients(function: Any) -> Any:
+def with_gradients(function: Any, argnums: tuple[int, ...] = (0, 1, 2)) -> Any:
     """Returns (out, lse, dquery, dkey, dvalue) of a loss."""
 
     def results(*arrays):
-        (_, outputs), grads = jax.value_and_grad(function, (0, 1, 2), has_aux=True)(*arrays)
+        (_, outputs), grads = jax.value_and_grad(function, argnums, has_aux=True)(*arrays)
         return *outputs, *grads
 
     return results
 
 
-def ring_results(arrays: Any, **arguments: Any) -> Any:
-    return jax.device_get(jax.jit(with_gradients(loss(ringjax.ring_dilated_attention, **arguments)))(*arrays))
+def ring_results(arrays: Any, attention: Any = ringjax.ring_dilated_attention, **arguments: Any) -> Any:
+    """Returns what `with_gradients(loss(...))` does, and the gradient of sinks that are given."""
+    sinks = arguments.pop("sinks", None)
+    if sinks is None:
+        return jax.device_get(jax.jit(with_gradients(loss(attention, **arguments)))(*arrays))
+
+    def function(query, key, value, sinks, *documents):
+        return loss(attention, sinks=sinks, **arguments)(query, key, value, *documents)
+
+    return jax.device_get(jax.jit(with_gradients(function, (0, 1, 2, 3)))(*arrays[:3], sinks, *arrays[3:]))
 
 
 # The oracle in closed form, in NumPy: what the definition says, with its gradient written out. It shares no code with
@@ -78,7 +86,7 @@ def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
     query, key, value = (array.astype(np.float64) for array in (query, key, value))
     groups = query.shape[-2] // key.shape[-2]
     repeat = lambda array: np.repeat(array, groups, axis=-2)
-    weighting = {name: arguments.pop(name, None) for name in ("scale", "logits_soft_cap")}
+    weighting = {name: arguments.pop(name, None) for name in ("scale", "logits_soft_cap", "sinks")}
     scale = query.shape[-1] ** -0.5 if weighting["scale"] is None else weighting["scale"]
     cap = weighting["logits_soft_cap"]
     kept, count = _kept(query, key, arguments), _count(query, key, documents, **arguments)  # [..., N, T, S]
@@ -88,8 +96,12 @@ def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
     with np.errstate(divide="ignore"):
         logits = logits + np.log(count)
     maximum = logits.max(axis=-1, keepdims=True)
+    sinks = weighting["sinks"]
+    if sinks is not None:
+        sink = np.moveaxis(np.broadcast_to(sinks, query.shape[:-1]), -1, -2)[..., None]  # [..., N, T, 1]
+        maximum = np.maximum(maximum, sink)
     weights = np.exp(logits - np.where(np.isfinite(maximum), maximum, 0))
-    total = weights.sum(axis=-1, keepdims=True)
+    total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sink - maximum))
     is_covered = total > 0
     weights = weights / np.where(is_covered, total, 1)
     lse = np.where(is_covered, maximum + np.log(np.where(is_covered, total, 1)), -np.inf)
@@ -104,7 +116,13 @@ def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
     query_grad = scale * np.einsum("...nts,...snh->...tnh", x_grad, repeat(key))
     key_grad = scale * np.einsum("...nts,...tnh->...snh", x_grad, query)
     sum_groups = lambda grad: grad.reshape(*grad.shape[:-2], -1, groups, grad.shape[-1]).sum(axis=-2)
-    return out, np.moveaxis(lse[..., 0], -1, -2), query_grad, sum_groups(key_grad), sum_groups(value_grad)
+    results = out, np.moveaxis(lse[..., 0], -1, -2), query_grad, sum_groups(key_grad), sum_groups(value_grad)
+    if sinks is None:
+        return results
+    sinks_grad = np.moveaxis((np.exp(sink - lse) * (lse_grad - delta))[..., 0], -1, -2)  # [..., T, N]
+    lead = tuple(range(sinks_grad.ndim - sinks.ndim))
+    ones = tuple(-axis for axis, size in enumerate(sinks.shape[::-1], 1) if size == 1)
+    return *results, sinks_grad.sum(axis=lead).sum(axis=ones, keepdims=True)
 
 
 def _count(query: Any, key: Any, documents: Any, **arguments: Any) -> np.ndarray:
@@ -164,6 +182,6 @@ def _kept(query: Any, key: Any, arguments: dict[str, Any]) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, atol: float = 1e-9) -> None:
-    actual, expected = (dict(zip(NAMES, results, strict=True)) for results in (actual, expected))
+    actual, expected = (dict(zip(NAMES, results, strict=False)) for results in (actual, expected))
     chex.assert_trees_all_equal_shapes(actual, expected)
     chex.assert_trees_all_close(actual, expected, rtol=0, atol=atol)

@@ -90,6 +90,8 @@ IDS = np.zeros((1, 8), np.int32)
             "dropout_seed='x' is of <class 'str'>: use an integer of 64 bits",
         ),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0.0 must be positive"),
+        ({"sinks": 1.0}, TypeError, "sinks is of float: pass an array of floats"),
+        ({"sinks": np.zeros(3, np.float32)}, ValueError, "sinks has the shape (3,): give one logit for each of the"),
         ({"query_offset": -1}, ValueError, "query_offset=-1 must not be negative"),
         (
             {"query_offset": 2**31 - 8},

@@ -23,7 +23,15 @@ PATTERNS = {
         "merge": "union",
         "logits_soft_cap": 2.0,
     },
-    "grouped": {"segment_lengths": (5, 64), "dilation_rates": (1, 3), "heads": "grouped", "offsets": "branch"},
+    "grouped": {
+        "segment_lengths": (5, 64),
+        "dilation_rates": (1, 3),
+        "heads": "grouped",
+        "offsets": "branch",
+        "normalize_qk": True,
+        "sinks": True,
+        "sinks_init": jax.nn.initializers.normal(2.0),
+    },
 }
 MESHES = {"none": None, "auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CALLS = 1, 1, 5, 5, 1  # the tokens of each call: some cross the boundary of a segment

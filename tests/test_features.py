@@ -44,6 +44,8 @@ FEATURES = {
     "grouped by branch": {"num_heads": (4, 4), "heads": "grouped", "offsets": "branch", "logits_soft_cap": 0.7},
     "dropout": {"dropout_rate": 0.4, "dropout_seed": 2**40 + 3, "block_size": 4},
     "broadcast dropout": {"dropout_rate": 0.4, "dropout_seed": 3, "broadcast_dropout": True, "query_offset": 5},
+    "sinks": {"sinks": np.array([2.0, -1.0, 0.0, 5.0]), "dilation_rates": (2, 4)},
+    "a sink for each row": {"sinks": np.sin(np.arange(2 * 32)).reshape(2, 32, 1), "documents": "sorted"},
     "far queries": {"length": 30, "query_offset": 40, "segment_lengths": (31,), "dilation_rates": (2,)},
     "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11},
     "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
@@ -60,6 +62,7 @@ FEATURES = {
         "dropout_seed": 1,
         "block_size": 4,
         "offsets": "blocked",
+        "sinks": np.array([0.5, -1.0, 1.5, 0.0]),
     },
 }
 
@@ -150,6 +153,7 @@ def calls(draw):
         "strategy": draw(st.sampled_from(["ring", "all_gather"])),
         "block_size": draw(st.sampled_from([None, 4])),
         "uses": draw(st.sampled_from(["out", "lse", "both"])),
+        "sinks": np.array([draw(st.floats(-3, 3))]) if draw(st.booleans()) else None,
     }
     return draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from(list(AxisType)[:2])), arguments
 

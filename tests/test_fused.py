@@ -90,6 +90,15 @@ def test_fused_equals_oracle(kernel, name, is_causal):
     assert kernel.calls
 
 
+def test_sinks_beside_a_kernel(kernel):
+    """They ask for the gradient of the lse, and for nothing else."""
+    arguments = {"segment_lengths": (4, 16, 32), "dilation_rates": (1, 2, 4), "sinks": np.array([1.0, -2.0, 0.0, 3.0])}
+    arrays = random_arguments(32, (4, 2))
+    actual = ring_results(arrays, mesh=make_mesh(seq=2), implementation="cudnn", uses="out", **arguments)
+    assert_close(actual, reference_results(arrays, uses="out", **arguments))
+    assert kernel.calls
+
+
 def test_local_branches_are_one_call(kernel):
     arrays = random_arguments(64, (2, 2), batch=(3,))
     jax.eval_shape(lambda *arrays: ring_dilated_attention(*arrays, segment_lengths=(8,), dilation_rates=(2,)), *arrays)

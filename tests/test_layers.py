@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "ringjax"
 ALLOWED = {
     "_pattern": set(),
     "_dropout": set(),
+    "_sinks": set(),
     "_reference": {"_dropout", "_pattern", "_promotion"},
     "_schedule": {"_pattern"},
     "_cost": {"_schedule"},
@@ -42,10 +43,11 @@ ALLOWED = {
         "_promotion",
         "_rule",
         "_schedule",
+        "_sinks",
     },
     "_attention_fn": {"_attention", "_pattern"},
     "_cache": {"_mesh", "_pattern"},
-    "_decode": {"_arguments", "_block", "_cache", "_mesh", "_order", "_pattern"},
+    "_decode": {"_arguments", "_block", "_cache", "_mesh", "_order", "_pattern", "_sinks"},
     "_rotary": set(),
     "_device_order": set(),
     "_heads": {

@@ -37,13 +37,16 @@ class Functional:
             self.apply = lambda params, *x: module.apply(params, *x, **call)
 
 
-@pytest.mark.parametrize("num_kv_heads", [None, 2])
-@pytest.mark.parametrize("features", [(None, None), (32, 20)])
-def test_parameters_of_nnx_attention(num_kv_heads, features):
-    shared = {"num_kv_heads": num_kv_heads, "rngs": nnx.Rngs(0)}
+@pytest.mark.parametrize(
+    ("features", "num_kv_heads", "normalize_qk"),
+    [((None, None), None, False), ((None, None), 2, True), ((32, 20), 2, False), ((32, 20), None, True)],
+)
+def test_parameters_of_nnx_attention(features, num_kv_heads, normalize_qk):
+    shared = {"num_kv_heads": num_kv_heads, "normalize_qk": normalize_qk, "rngs": nnx.Rngs(0)}
     ours = ringjax.RingDilatedAttention(4, WIDTH, *features, segment_lengths=(LENGTH,), dilation_rates=(1,), **shared)
     theirs = nnx.MultiHeadAttention(4, WIDTH, *features, decode=False, **{**shared, "rngs": nnx.Rngs(1)})
     assert not np.allclose(ours(inputs()), theirs(inputs()), atol=1e-3)
+    nnx.update(theirs, jax.tree.map(varied, nnx.state(theirs, nnx.Param)))
     nnx.update(ours, nnx.state(theirs, nnx.Param))
     if num_kv_heads is None:  # nnx's own attention function takes as many key/value heads as query heads
         np.testing.assert_allclose(ours(inputs()), theirs(inputs()), rtol=0, atol=2e-6)
@@ -51,26 +54,47 @@ def test_parameters_of_nnx_attention(num_kv_heads, features):
     assert paths(ours) == paths(theirs)
 
 
-@pytest.mark.parametrize("features", [(None, None), (32, 20)])
-def test_parameters_of_linen_attention(features):
-    ours = ringjax.linen.RingDilatedAttention(4, *features, segment_lengths=(LENGTH,), dilation_rates=(1,))
-    theirs = linen.MultiHeadDotProductAttention(4, qkv_features=features[0], out_features=features[1])
-    params = theirs.init(jax.random.key(1), inputs())
+def varied(array):
+    """Parameters that begin as ones or zeros would hide who has which."""
+    return array + 0.1 * jnp.sin(jnp.arange(array.size, dtype=array.dtype)).reshape(array.shape)
+
+
+@pytest.mark.parametrize(("features", "normalize_qk"), [((None, None), False), ((32, 20), True)])
+def test_parameters_of_linen_attention(features, normalize_qk):
+    shared = {"normalize_qk": normalize_qk}
+    ours = ringjax.linen.RingDilatedAttention(4, *features, segment_lengths=(LENGTH,), dilation_rates=(1,), **shared)
+    theirs = linen.MultiHeadDotProductAttention(4, qkv_features=features[0], out_features=features[1], **shared)
+    params = jax.tree.map(varied, theirs.init(jax.random.key(1), inputs()))
     assert jax.tree.map(jnp.shape, ours.init(jax.random.key(0), inputs())) == jax.tree.map(jnp.shape, params)
     np.testing.assert_allclose(ours.apply(params, inputs()), theirs.apply(params, inputs()), rtol=0, atol=2e-6)
 
 
 def test_the_modules_agree():
     arguments = {**PATTERN, "num_kv_heads": 2, "rope_theta": 100.0, "offsets": "blocked", "use_bias": False}
+    arguments |= {"sinks": True, "sinks_init": jax.nn.initializers.normal(2.0), "normalize_qk": True}
     one, other = Functional("nnx", **arguments), Functional("linen", **arguments)
     params = {"params": nnx.to_pure_dict(one.params)}
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, other.params)
     np.testing.assert_array_equal(one.apply(one.params, inputs()), other.apply(params, inputs()))
+
+
+def test_a_sink_takes_its_share():
+    """One so large that it takes all weight leaves the bias of the outputs."""
+    module = ringjax.RingDilatedAttention(4, WIDTH, **PATTERN, sinks=True, rngs=nnx.Rngs(0))
+    plain = ringjax.RingDilatedAttention(4, WIDTH, **PATTERN, rngs=nnx.Rngs(0))
+    assert module.sinks[...].shape == (4,)
+    assert not np.allclose(module(inputs()), plain(inputs()), atol=1e-3)
+    module.sinks[...] = jnp.full(4, -jnp.inf)
+    np.testing.assert_allclose(module(inputs()), plain(inputs()), rtol=0, atol=1e-6)
+    module.sinks[...] = jnp.full(4, 1e4)
+    np.testing.assert_allclose(module(inputs()), jnp.broadcast_to(module.out.bias[...], inputs().shape), atol=1e-6)
 
 
 # Each library meets both kinds of mesh, in this test or in the one of what is gathered.
 @pytest.mark.parametrize(("library", "kind"), [("nnx", AxisType.Auto), ("linen", AxisType.Explicit)], ids=str)
 def test_on_a_mesh_with_a_tensor_axis(library, kind):
-    module = Functional(library, **PATTERN, num_kv_heads=2, rope_theta=100.0, use_bias=False)
+    arguments = {**PATTERN, "num_kv_heads": 2, "rope_theta": 100.0, "use_bias": False, "normalize_qk": True}
+    module = Functional(library, **arguments, sinks=True)
 
     @jax.jit
     def results(params, x):
@@ -84,7 +108,8 @@ def test_on_a_mesh_with_a_tensor_axis(library, kind):
     mesh = make_mesh(kind, data=2, seq=2, tensor=2)
 
     def place(path, array):
-        heads = ("tensor", None, None) if "'out'" in jax.tree_util.keystr(path) else (None, "tensor", None)
+        heads = {3: (None, "tensor", None), 1: ()}[array.ndim]
+        heads = ("tensor", None, None) if "'out'" in jax.tree_util.keystr(path) else heads
         return jax.device_put(array, NamedSharding(mesh, P(*heads)))
 
     params = jax.tree_util.tree_map_with_path(place, module.params)
