@@ -17,7 +17,8 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from ringjax import DilatedPattern
 
 LENGTH, DEVICES = 32, 4
-PATTERN = DilatedPattern(segment_lengths=(8, 16, 32), dilation_rates=(1, 2, 4))
+LENGTHS, RATES = (8, 16, 32), (1, 2, 4)
+PATTERN = DilatedPattern.of_lengths(LENGTHS, RATES)
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 
 
@@ -63,7 +64,7 @@ def main(path: Path) -> None:
     draw_multiplicity(axes[0], head=0)
     draw_multiplicity(axes[1], head=1)
     draw_ring(axes[2])
-    figure.suptitle(f"segments of {PATTERN.segment_lengths} tokens, rates {PATTERN.dilation_rates}, on 4 devices")
+    figure.suptitle(f"segments of {LENGTHS} tokens, rates {RATES}, on 4 devices")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ringjax._arguments import (
 from ringjax._block import Weighting, accumulation_dtype
 from ringjax._implementation import IMPLEMENTATIONS, Implementation, implement
 from ringjax._mesh import check_mesh, find_placement
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
 from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
 from ringjax._rule import STRATEGIES, Context, ring_attention
@@ -36,8 +36,9 @@ Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B 
 class Options(TypedDict, total=False):
     """The keyword arguments of `ring_dilated_attention`, but the one that its result's type depends on."""
 
-    segment_lengths: Required[Sequence[int]]
-    dilation_rates: Required[Sequence[int]]
+    pattern: DilatedPattern | Sequence[Segments] | None
+    segment_lengths: Sequence[int] | None
+    dilation_rates: Sequence[int] | None
     is_causal: bool
     scale: float | None
     offsets: Offsets
@@ -73,8 +74,9 @@ def ring_dilated_attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     *,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    pattern: DilatedPattern | Sequence[Segments] | None = None,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     offsets: Offsets = "interleaved",
@@ -111,7 +113,9 @@ def ring_dilated_attention(
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
       key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
       value: [..., S, K, V].
-      segment_lengths: the segment length of each branch, in tokens; any, dividing T or not.
+      pattern: the branches, a sequence of :class:`Segments`, or a :class:`DilatedPattern`, which also says `offsets`,
+        `merge` and `heads`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens; any, dividing T or not.
       dilation_rates: the dilation rate of each branch, at most its segment length.
       is_causal: whether a query sees only keys whose position is not after its own: a token that changes, from one
         finite value to another, changes no row before it.
@@ -173,7 +177,7 @@ def ring_dilated_attention(
       >>> out.shape
       (1, 16, 4, 8)
     """
-    pattern = DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads)
+    pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
     check_choices(is_causal, strategy, STRATEGIES, implementation, IMPLEMENTATIONS)
@@ -208,7 +212,7 @@ def ring_dilated_attention(
         "logits_soft_cap": logits_soft_cap is not None,
         "dropout_rate": dropout_rate > 0,
         "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
-        "heads='grouped' over a mesh axis": heads == "grouped" and placement.heads,
+        "heads='grouped' over a mesh axis": pattern.heads == "grouped" and placement.heads,
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
     arrays, place = (query, key, value), (placement.platform, strategy, placement.unmapped)

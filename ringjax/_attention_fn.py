@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._pattern import DilatedPattern
+from ringjax._pattern import DilatedPattern, Segments, read_pattern
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
@@ -15,12 +15,18 @@ _OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
 
 
 def attention_fn(
-    *, segment_lengths: Sequence[int], dilation_rates: Sequence[int], is_causal: bool = False, **options: Any
+    *,
+    pattern: DilatedPattern | Sequence[Segments] | None = None,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    is_causal: bool = False,
+    **options: Any,
 ) -> Callable[..., Array]:
     """Returns a function that `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as `attention_fn`.
 
     Args:
-      segment_lengths: the segment length of each branch, in tokens.
+      pattern: the branches, see :func:`ring_dilated_attention`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether a query sees only keys whose position is not after its own; also where a call says so.
       **options: other arguments of :func:`ring_dilated_attention`. Dropout is what Flax's module says, and under its
@@ -44,11 +50,10 @@ def attention_fn(
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise TypeError(f"attention_fn has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
-    pattern = DilatedPattern(
-        segment_lengths,
-        dilation_rates,
-        **{name: options[name] for name in ("offsets", "merge", "heads") if name in options},
+    choices = (
+        options.pop(name, usual) for name, usual in (("offsets", "interleaved"), ("merge", "lse"), ("heads", "all"))
     )
+    pattern_of_all = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
     is_always_causal = is_causal
 
     # Flax's linen module passes those keywords alone that the signature names, and none of them may get lost.
@@ -85,8 +90,7 @@ def attention_fn(
         is_dropping = dropout_rate > 0 and not deterministic
         out: Any = ring_dilated_attention(
             *arrays,
-            segment_lengths=pattern.segment_lengths,
-            dilation_rates=pattern.dilation_rates,
+            pattern=pattern_of_all,
             is_causal=is_always_causal or is_causal,
             dropout_rate=dropout_rate if is_dropping else 0.0,
             dropout_seed=dropout_rng if is_dropping else None,

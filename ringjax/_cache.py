@@ -26,7 +26,7 @@ class Cache(NamedTuple):
 
 def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> list[int]:
     """Returns the number of rows that each branch caches: what a head keeps of a segment, in equal shards."""
-    rows = [-(-min(length, max_length) // rate) for length, rate in pattern.branches]
+    rows = [-(-min(branch.length, max_length) // branch.rate) for branch in pattern.branches]
     return [-(-count // num_shards) * num_shards for count in rows]
 
 

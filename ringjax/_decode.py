@@ -18,25 +18,25 @@ from ringjax._block import Weighting, accumulation_dtype, merge
 from ringjax._cache import Cache
 from ringjax._mesh import Placement
 from ringjax._order import after
-from ringjax._pattern import DilatedPattern
+from ringjax._pattern import DilatedPattern, Segments
 from ringjax._sinks import add_sinks
 
 
 class _Branch(NamedTuple):
     """A branch on one shard: its heads, their offsets here and in earlier branches, and the rows of its cache here."""
 
-    segment_length: int
-    rate: int
+    segments: Segments
     heads: slice
     offset: Int[Array, "K 1"]
-    earlier: list[tuple[int, int, Int[Array, "K 1"]]]
+    earlier: list[tuple[Segments, Int[Array, "K 1"]]]
     row: Int[Array, "R"]
 
     def rows_at(self, last: Any) -> tuple[Int[Array, "K R"], Bool[Array, "K R"]]:
         """Returns the token of each row in the segment of token `last`, and whether the segment has it so far."""
-        is_row = self.row < (self.segment_length + self.rate - 1 - self.offset) // self.rate
-        in_segment = self.offset + jnp.where(is_row, self.row, 0) * self.rate  # within 32 bits
-        token = last // self.segment_length * self.segment_length + in_segment
+        length, rate = self.segments.length, self.segments.rate
+        is_row = self.row < (length + rate - 1 - self.offset) // rate
+        in_segment = self.offset + jnp.where(is_row, self.row, 0) * rate  # within 32 bits
+        token = last // length * length + in_segment
         return token, is_row & (token <= last) & (last >= 0)
 
     def attends(
@@ -44,17 +44,10 @@ class _Branch(NamedTuple):
     ) -> Bool[Array, "K c R"]:
         """Returns which queries attend to which keys, given the tokens of both."""
         query, key = query[:, None], key[:, None]  # [c, 1], [K, 1, R]
-        attends = _share(self.segment_length, self.rate, self.offset[..., None], query, key) & (key <= query)
-        for earlier in self.earlier:
-            length, rate, offset = earlier
-            attends &= ~_share(length, rate, offset[..., None], query, key)
+        attends = self.segments.holds(query, key, self.offset[..., None]) & (key <= query)
+        for segments, offset in self.earlier:
+            attends &= ~segments.holds(query, key, offset[..., None])
         return attends & is_key[:, None]
-
-
-def _share(length: int, rate: int, offset: Array, query: Array, key: Array) -> Bool[Array, "K c R"]:
-    """Whether heads of these offsets keep both tokens, in the same segment."""
-    is_kept = [token % length % rate == offset for token in (query, key)]
-    return is_kept[0] & is_kept[1] & (query // length == key // length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,19 +157,20 @@ class Decoder:
         first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
         shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
         before = []
-        within = [(min(length, MAX_POSITIONS), min(rate, MAX_POSITIONS)) for length, rate in self.pattern.branches]
-        for number, (length, rate) in enumerate(within):
+        cut = functools.partial(min, MAX_POSITIONS)
+        within = [Segments(cut(branch.length), cut(branch.rate)) for branch in self.pattern.branches]
+        for number, segments in enumerate(within):
             numbers = self.pattern.heads_of(number, self.num_kv_heads)
             heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
             head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)
             offsets = [
-                (w, r, self.pattern.offset(head, r, self.num_kv_heads, i)[:, None])
-                for i, w, r in [(number, length, rate), *before]
+                (branch, self.pattern.offset(head, branch.rate, self.num_kv_heads, i)[:, None])
+                for i, branch in [(number, segments), *before]
             ]
             row = shard * sizes[number] + jnp.arange(sizes[number], dtype=jnp.int32)
-            yield _Branch(length, rate, heads, offsets[0][2], offsets[1:], row)
+            yield _Branch(segments, heads, offsets[0][1], offsets[1:], row)
             if self.pattern.merge == "union" and self.pattern.heads == "all":
-                before.append((number, length, rate))
+                before.append((number, segments))
 
     def _attend(
         self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,17 +16,53 @@ _CHOICES = {"offsets": get_args(Offsets), "merge": get_args(Merge), "heads": get
 
 
 @dataclasses.dataclass(frozen=True)
-class DilatedPattern:
-    """A list of branches (segment length, dilation rate), which heads run each, and how their pairs are counted.
+class Segments:
+    """A branch: segments of `length` tokens, in each of which every `rate`-th token attends to every `rate`-th.
 
-    In branch (w, r) the sequence is cut into segments of w tokens. Inside its segment, a head keeps the tokens whose
-    position t satisfies ``(t % w) % r == offset``, and the kept tokens of one segment attend to each other
-    (LongNet, arXiv 2307.02486, section 3.1 and equation 9).
+    Inside its segment, a head keeps the tokens whose position t satisfies ``(t % length) % rate == offset``, and the
+    kept tokens of one segment attend to each other (LongNet, arXiv 2307.02486, section 3.1 and equation 9).
 
     Args:
-      segment_lengths: the segment length w of each branch, in tokens; the last segment of a sequence may be short, and
-        w may exceed the sequence.
-      dilation_rates: the rate r of each branch, at most its segment length; it need not divide it.
+      length: the segment length w, in tokens; the last segment of a sequence may be short, and w may exceed it.
+      rate: the dilation rate r, at most the length; it need not divide it.
+
+    Raises:
+      ValueError: for a value below 1, or a rate above the length.
+      TypeError: for a length or rate that is no integer.
+
+    Example:
+      >>> Segments(4, rate=2).holds(query=6, key=4, offset=0)
+      True
+    """
+
+    length: int
+    rate: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("length", "rate"):
+            object.__setattr__(self, name, _positive_integer(name, getattr(self, name)))
+        if self.rate > self.length:
+            raise ValueError(
+                f"{self} has a rate above its length: some heads would keep nothing; lower the rate or lengthen the "
+                "segment"
+            )
+
+    def keeps(self, token: Any, offset: Any) -> Any:
+        """Returns whether a head of this offset keeps a token."""
+        return token % self.length % self.rate == offset
+
+    def holds(self, query: Any, key: Any, offset: Any) -> Any:
+        """Returns whether a head of this offset keeps both tokens, in one segment."""
+        is_one_segment = query // self.length == key // self.length
+        return is_one_segment & self.keeps(query, offset) & self.keeps(key, offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class DilatedPattern:
+    """A list of branches, which heads run each, and how their pairs are counted.
+
+    Args:
+      branches: the branches, see :class:`Segments`.
       offsets: how the key/value heads shift their rows: ``"interleaved"`` (head mod r, the paper), ``"blocked"``
         (head // ceil(heads / r), torchscale), or ``"branch"`` (number of the branch mod r, dilated-attention-pytorch).
         Query heads that share a key/value head share its rows.
@@ -36,26 +72,49 @@ class DilatedPattern:
         over the branches, the first branches taking one more where they do not divide (dilated-attention-pytorch).
 
     Raises:
-      ValueError: for an empty pattern, unequal numbers of lengths and rates, values below 1, a rate above its segment
-        length, or unknown offsets, merge or heads.
-      TypeError: for a length or rate that is no integer.
+      ValueError: for an empty pattern, or unknown offsets, merge or heads.
+      TypeError: for a branch that is none.
 
     Example:
-      >>> pattern = DilatedPattern(segment_lengths=(4, 8), dilation_rates=(1, 2))
+      >>> pattern = DilatedPattern([Segments(4), Segments(8, rate=2)])
       >>> pattern.multiplicity(8, num_kv_heads=1)[0, 0]
       array([2, 1, 2, 1, 1, 0, 1, 0])
     """
 
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
+    branches: Sequence[Segments]
     offsets: Offsets = "interleaved"
     merge: Merge = "lse"
     heads: Heads = "all"
 
     def __post_init__(self) -> None:
-        for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _positive_integers(name, getattr(self, name)))
-        lengths, rates = self.segment_lengths, self.dilation_rates
+        branches = tuple(self.branches) if isinstance(self.branches, Iterable) else (self.branches,)
+        for branch in branches:
+            if not isinstance(branch, Segments):
+                raise TypeError(f"pattern has the branch {branch!r}: make each a ringjax.Segments(length, rate)")
+        if not branches:
+            raise ValueError("pattern has no branches: give at least one, such as ringjax.Segments(2048)")
+        object.__setattr__(self, "branches", branches)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {known}")
+
+    @classmethod
+    def of_lengths(
+        cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *choices: Any, **named: Any
+    ) -> "DilatedPattern":
+        """Returns the pattern with a branch for each segment length and its dilation rate.
+
+        Raises:
+          ValueError, TypeError: for an empty pattern, unequal numbers of lengths and rates, values below 1 or that are
+            no integers, or a rate above its segment length.
+
+        Example:
+          >>> DilatedPattern.of_lengths((4, 8), (1, 2)) == DilatedPattern([Segments(4), Segments(8, 2)])
+          True
+        """
+        lengths = _positive_integers("segment_lengths", segment_lengths)
+        rates = _positive_integers("dilation_rates", dilation_rates)
         if len(lengths) != len(rates):
             raise ValueError(
                 f"segment_lengths={lengths} and dilation_rates={rates} have {len(lengths)} and {len(rates)} entries: "
@@ -67,15 +126,7 @@ class DilatedPattern:
                     f"dilation_rates={rates} has the rate {rate} above its segment length {length}: "
                     "some heads would keep nothing; lower the rate or lengthen the segment"
                 )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                known = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {known}")
-
-    @property
-    def branches(self) -> Iterator[tuple[int, int]]:
-        """The (segment length, dilation rate) of each branch."""
-        return zip(self.segment_lengths, self.dilation_rates, strict=True)
+        return cls(tuple(map(Segments, lengths, rates)), *choices, **named)
 
     def offset(self, kv_head: Any, rate: int, num_kv_heads: int, branch: int) -> Any:
         """Returns the offset of a key/value head, given by its global number, in the branch of this rate and number."""
@@ -93,7 +144,7 @@ class DilatedPattern:
         """
         if self.heads == "all":
             return range(num_kv_heads)
-        count = len(self.segment_lengths)
+        count = len(self.branches)
         if num_kv_heads < count:
             raise ValueError(
                 f"heads={self.heads!r} deals {num_kv_heads} key/value heads out over {count} branches: "
@@ -125,14 +176,53 @@ class DilatedPattern:
         query = query_offset + np.arange(length)[:, None]
         key = np.arange(length if key_length is None else key_length)
         count = np.zeros((num_kv_heads, len(query), len(key)), dtype=np.int64)
-        for branch, (segment_length, rate) in enumerate(self.branches):
-            for head in self.heads_of(branch, num_kv_heads):
-                offset = self.offset(head, rate, num_kv_heads, branch)
-                is_kept = [(position % segment_length) % rate == offset for position in (query, key)]
-                count[head] += is_kept[0] & is_kept[1] & (query // segment_length == key // segment_length)
+        for number, branch in enumerate(self.branches):
+            for head in self.heads_of(number, num_kv_heads):
+                count[head] += branch.holds(query, key, self.offset(head, branch.rate, num_kv_heads, number))
         if self.merge == "union":
             count = np.minimum(count, 1)
         return count * (key <= query) if is_causal else count
+
+
+def read_pattern(
+    pattern: Any, segment_lengths: Any, dilation_rates: Any, offsets: Any, merge: Any, heads: Any
+) -> DilatedPattern:
+    """Returns the pattern that the arguments of a call say, in one of their two forms.
+
+    Raises:
+      ValueError, TypeError: for both forms or neither, or for what is said twice; and see :class:`DilatedPattern`.
+    """
+    lists = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+    given = [name for name, values in lists.items() if values is not None]
+    if pattern is None and len(given) < 2:
+        missing = "pattern" if not given else next(name for name in lists if name not in given)
+        raise ValueError(
+            f"{missing} is missing: say which tokens attend with pattern=[ringjax.Segments(length, rate), ...], "
+            "or with segment_lengths= and dilation_rates="
+        )
+    if pattern is None:
+        return DilatedPattern.of_lengths(segment_lengths, dilation_rates, offsets, merge, heads)
+    if given:
+        raise ValueError(f"pattern={pattern!r} is given beside {given[0]}={lists[given[0]]!r}: leave one out")
+    if not isinstance(pattern, DilatedPattern):
+        return DilatedPattern(pattern, offsets, merge, heads)
+    choices = {"offsets": offsets, "merge": merge, "heads": heads}
+    for name, choice in choices.items():
+        if choice not in (_CHOICES[name][0], getattr(pattern, name)):
+            raise ValueError(
+                f"{name}={choice!r} is given beside a pattern that says {getattr(pattern, name)!r}: leave it out"
+            )
+    return pattern
+
+
+def _positive_integer(name: str, value: Any) -> int:
+    try:
+        result = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} of Segments must be an integer") from None
+    if result < 1:
+        raise ValueError(f"{name}={result} of Segments is below 1: lengths and rates count tokens, from 1 on")
+    return result
 
 
 def _positive_integers(name: str, values: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ringjax import _dropout
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
 from ringjax._promotion import with_own_promotion
 
 
@@ -27,8 +27,9 @@ def dilated_attention_reference(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     *,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    pattern: DilatedPattern | Sequence[Segments] | None = None,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     offsets: Offsets = "interleaved",
@@ -53,7 +54,8 @@ def dilated_attention_reference(
       query: [..., T, N, H], a floating dtype.
       key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
       value: [..., S, K, V].
-      segment_lengths: the segment length of each branch, in tokens.
+      pattern: the branches, a sequence of :class:`Segments`, or a :class:`DilatedPattern`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether a query sees only keys whose position is not after its own.
       scale: what the logits are multiplied with; ``1 / sqrt(H)`` by default.
@@ -84,7 +86,7 @@ def dilated_attention_reference(
     """
     if isinstance(query_offset, jax.Array):
         raise TypeError("query_offset is an array: the reference takes an integer, known when the call is traced")
-    pattern = DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads)
+    pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale

@@ -321,12 +321,12 @@ def make_schedule(
     # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
     stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
     end = max(query_offset + length, key_length)
-    most = max(stop, num_kv_heads, len(pattern.segment_lengths))
+    most = max(stop, num_kv_heads, len(pattern.branches))
     branches: list[BranchSchedule] = []
-    for number, (segment_length, dilation_rate) in enumerate(pattern.branches):
-        rate = min(dilation_rate, most)
+    for number, segments in enumerate(pattern.branches):
+        rate = min(segments.rate, most)
         branch = BranchSchedule(
-            segment_length=max(stop, rate) if segment_length >= end else segment_length,
+            segment_length=max(stop, rate) if segments.length >= end else segments.length,
             dilation_rate=rate,
             length=length,
             shard_length=shard_length,

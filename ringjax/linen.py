@@ -14,7 +14,7 @@ from ringjax._attention import Strategy
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import Implementation
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
 
 __all__ = ["RingDilatedAttention"]
 
@@ -32,7 +32,8 @@ class RingDilatedAttention(linen.Module):
       num_heads: the number of query heads N.
       qkv_features: the width of all query heads together; that of the inputs by default.
       out_features: the width of the outputs; that of the inputs by default.
-      segment_lengths: the segment length of each branch, in tokens.
+      pattern: the branches, see :func:`ring_dilated_attention`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether token t sees only tokens s <= t.
       offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`ringjax.DilatedPattern`.
@@ -79,8 +80,9 @@ class RingDilatedAttention(linen.Module):
     qkv_features: int | None = None
     out_features: int | None = None
     _: dataclasses.KW_ONLY
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
+    pattern: DilatedPattern | Sequence[Segments] | None = None
+    segment_lengths: Sequence[int] | None = None
+    dilation_rates: Sequence[int] | None = None
     is_causal: bool = False
     offsets: Offsets = "interleaved"
     merge: Merge = "lse"
@@ -177,7 +179,9 @@ class RingDilatedAttention(linen.Module):
 
     def _settings(self, in_features: int) -> Settings:
         return Settings(
-            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates, self.offsets, self.merge, self.heads),
+            pattern=read_pattern(
+                self.pattern, self.segment_lengths, self.dilation_rates, self.offsets, self.merge, self.heads
+            ),
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
             qkv_features=self.qkv_features or in_features,

@@ -13,7 +13,7 @@ from ringjax._attention import Strategy
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import Implementation
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
 
 __all__ = ["RingDilatedAttention"]
 
@@ -31,7 +31,8 @@ class RingDilatedAttention(nnx.Module):
       qkv_features: the width of all query heads together; `in_features` by default.
       out_features: the width of the outputs; `in_features` by default.
       in_kv_features: the width of the inputs of keys and values; `in_features` by default.
-      segment_lengths: the segment length of each branch, in tokens.
+      pattern: the branches, see :func:`ring_dilated_attention`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether token t sees only tokens s <= t.
       offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`ringjax.DilatedPattern`.
@@ -86,8 +87,9 @@ class RingDilatedAttention(nnx.Module):
         out_features: int | None = None,
         in_kv_features: int | None = None,
         *,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        pattern: DilatedPattern | Sequence[Segments] | None = None,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         is_causal: bool = False,
         offsets: Offsets = "interleaved",
         merge: Merge = "lse",
@@ -122,7 +124,7 @@ class RingDilatedAttention(nnx.Module):
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.settings = settings = Settings(
-            pattern=DilatedPattern(segment_lengths, dilation_rates, offsets, merge, heads),
+            pattern=read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads),
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             qkv_features=in_features if qkv_features is None else qkv_features,

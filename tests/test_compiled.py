@@ -73,7 +73,7 @@ def sent(compiled):
 def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, is_causal, heads):
     """A row goes once to each other shard that is linked to its own by segments, and to none else."""
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
-    (branch,) = make_schedule(DilatedPattern((segment_length,), (rate,)), length, 8, heads[1], is_causal)
+    (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), length, 8, heads[1], is_causal)
     row, query, results = row_bytes(*heads)
     parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
     hops = max(map(len, parts)) - 1
@@ -173,7 +173,7 @@ def test_no_array_of_logits_exceeds_a_block():
 
 
 def test_masked_blocks_are_skipped():
-    pattern = DilatedPattern((4096,), (1,))
+    pattern = DilatedPattern.of_lengths((4096,), (1,))
     counts = {}
     for is_causal in (False, True):
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)

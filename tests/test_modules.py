@@ -90,6 +90,27 @@ def test_a_sink_takes_its_share():
     np.testing.assert_allclose(module(inputs()), jnp.broadcast_to(module.out.bias[...], inputs().shape), atol=1e-6)
 
 
+def test_a_pattern_in_place_of_lists():
+    """In functions, modules and Flax's slot."""
+    lists = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "merge": "union", "offsets": "blocked"}
+    branches = [ringjax.Segments(8), ringjax.Segments(32, rate=4)]
+    pattern = ringjax.DilatedPattern(branches, merge="union", offsets="blocked")
+    forms = lists, {"pattern": pattern}, {"pattern": branches, "merge": "union", "offsets": "blocked"}
+    heads = inputs().reshape(2, -1, 4, WIDTH // 4)
+
+    def results(**form):
+        yield ringjax.ring_dilated_attention(heads, heads, heads, **form)
+        yield ringjax.dilated_attention_reference(heads, heads, heads, **form)
+        yield ringjax.RingDilatedAttention(4, WIDTH, **form, rngs=nnx.Rngs(0))(inputs())
+        yield ringjax.linen.RingDilatedAttention(4, **form).init_with_output(jax.random.key(0), inputs())[0]
+        slot = ringjax.attention_fn(**form)
+        yield nnx.MultiHeadAttention(4, WIDTH, attention_fn=slot, decode=False, rngs=nnx.Rngs(0))(inputs())
+
+    expected, *others = (list(results(**form)) for form in forms)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, expected)
+
+
 # Each library meets both kinds of mesh, in this test or in the one of what is gathered.
 @pytest.mark.parametrize(("library", "kind"), [("nnx", AxisType.Auto), ("linen", AxisType.Explicit)], ids=str)
 def test_on_a_mesh_with_a_tensor_axis(library, kind):

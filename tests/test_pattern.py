@@ -1,11 +1,13 @@
 """The pattern against its definition, pair by pair."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 
-from ringjax import DilatedPattern
+from ringjax import DilatedPattern, Segments
+from ringjax._pattern import read_pattern
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
 
@@ -16,7 +18,7 @@ BRANCHES = ((4, 1), (5, 2), (13, 3))
 @pytest.mark.parametrize(("key_length", "query_offset", "is_causal"), [(13, 0, False), (13, 0, True), (16, 7, True)])
 def test_multiplicity_counts_the_branches_that_hold_a_pair(offsets, merge, heads, key_length, query_offset, is_causal):
     length, num_heads = 13, 4
-    pattern = DilatedPattern(*zip(*BRANCHES, strict=True), offsets, merge, heads)
+    pattern = DilatedPattern.of_lengths(*zip(*BRANCHES, strict=True), offsets, merge, heads)
     count = pattern.multiplicity(length, num_heads, is_causal, key_length, query_offset)
     for head, row, s in itertools.product(range(num_heads), range(length), range(key_length)):
         expected, t = 0, query_offset + row
@@ -31,7 +33,7 @@ def test_multiplicity_counts_the_branches_that_hold_a_pair(offsets, merge, heads
 
 @pytest.mark.parametrize(("num_heads", "sizes"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (7, [3, 2, 2]), (12, [4, 4, 4])])
 def test_groups_take_the_extra_heads_first(num_heads, sizes):
-    pattern = DilatedPattern(*zip(*BRANCHES, strict=True), heads="grouped")
+    pattern = DilatedPattern.of_lengths(*zip(*BRANCHES, strict=True), heads="grouped")
     groups = [pattern.heads_of(branch, num_heads) for branch in range(3)]
     assert [len(group) for group in groups] == sizes
     assert [head for group in groups for head in group] == list(range(num_heads))
@@ -51,15 +53,19 @@ def test_groups_take_the_extra_heads_first(num_heads, sizes):
     ],
 )
 def test_offsets(offsets, heads, rate, expected):
-    pattern = DilatedPattern((8,), (rate,), offsets)
+    pattern = DilatedPattern.of_lengths((8,), (rate,), offsets)
     assert pattern.offset(np.arange(heads), rate, heads, branch=5).tolist() == expected
 
 
 def test_patterns_are_values(unchecked):
-    pattern = DilatedPattern([4, np.int64(8)], [1, 2])
-    assert pattern == DilatedPattern((4, 8), (1, 2))
-    assert len({pattern, DilatedPattern((4, 8), (1, 2)), DilatedPattern((4, 8), (1, 2), "blocked")}) == 2
-    assert list(pattern.branches) == [(4, 1), (8, 2)]
+    pattern = DilatedPattern.of_lengths([4, np.int64(8)], [1, 2])
+    assert pattern == DilatedPattern.of_lengths((4, 8), (1, 2))
+    assert (
+        len({pattern, DilatedPattern.of_lengths((4, 8), (1, 2)), DilatedPattern.of_lengths((4, 8), (1, 2), "blocked")})
+        == 2
+    )
+    assert pattern == DilatedPattern([Segments(4), Segments(8, rate=2)])
+    assert pattern.branches == (Segments(4, 1), Segments(8, 2))
 
 
 @pytest.mark.parametrize(
@@ -77,5 +83,49 @@ def test_patterns_are_values(unchecked):
 )
 def test_wrong_patterns_are_refused(lengths, rates, offsets, error, words, unchecked):
     with pytest.raises(error) as caught:
-        DilatedPattern(lengths, rates, offsets)
+        DilatedPattern.of_lengths(lengths, rates, offsets)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Segments(0), ValueError, "length=0 of Segments is below 1"),
+        (lambda: Segments(8, 0), ValueError, "rate=0 of Segments is below 1"),
+        (lambda: Segments(2.0), TypeError, "length=2.0 of Segments must be an integer"),
+        (lambda: Segments(2, 4), ValueError, "Segments(length=2, rate=4) has a rate above its length"),
+        (lambda: DilatedPattern([]), ValueError, "pattern has no branches"),
+        (lambda: DilatedPattern(8), TypeError, "pattern has the branch 8: make each a ringjax.Segments"),
+        (lambda: DilatedPattern([(4, 1)]), TypeError, "pattern has the branch (4, 1): make each a ringjax.Segments"),
+    ],
+)
+def test_wrong_branches_are_refused(make, error, words, unchecked):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+USUAL = "interleaved", "lse", "all"
+
+
+def test_both_forms_of_a_pattern_say_the_same():
+    branches = [Segments(4), Segments(8, rate=2)]
+    for choices in (USUAL, ("blocked", "union", "grouped")):
+        expected = DilatedPattern(branches, *choices)
+        assert read_pattern(branches, None, None, *choices) == expected
+        assert read_pattern(None, (4, 8), (1, 2), *choices) == expected
+        assert read_pattern(expected, None, None, *USUAL) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((None, None, None, *USUAL), "pattern is missing: say which tokens attend with pattern="),
+        ((None, (4,), None, *USUAL), "dilation_rates is missing"),
+        (([Segments(4)], (4,), None, *USUAL), "is given beside segment_lengths=(4,): leave one out"),
+        ((DilatedPattern([Segments(4)]), None, None, "blocked", "lse", "all"), "offsets='blocked' is given beside a"),
+    ],
+)
+def test_patterns_that_are_said_twice_or_not_at_all(arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_pattern(*arguments)

@@ -54,7 +54,7 @@ def computed_pairs(branch: BranchSchedule, offset: int, length: int) -> np.ndarr
 @given(geometries())
 @settings(max_examples=100, deadline=None)
 def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry):
-    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern.of_lengths(*geometry[0]), *geometry[1:]
     multiplicity = pattern.multiplicity(length, num_heads)
     if is_causal:
         multiplicity = np.tril(multiplicity)
@@ -72,7 +72,7 @@ def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry):
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
-    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern.of_lengths(*geometry[0]), *geometry[1:]
     for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         fullest = 0
         for offset in range(branch.dilation_rate):
@@ -91,7 +91,7 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
-    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern.of_lengths(*geometry[0]), *geometry[1:]
     for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         for shard in range(num_shards):
             first, size = branch.ring(shard)
@@ -131,13 +131,13 @@ def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
     ],
 )
 def test_rings_and_chunks(segment_length, num_shards, ring_size, chunk_length):
-    (branch,) = make_schedule(DilatedPattern((segment_length,), (1,)), 16 * num_shards, num_shards, 1)
+    (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (1,)), 16 * num_shards, num_shards, 1)
     assert branch.ring_size == ring_size
     assert branch.chunk_length == chunk_length
 
 
 def test_only_kept_rows_have_slots():
-    (branch,) = make_schedule(DilatedPattern((4096,), (16,)), 8192, 8, 4)
+    (branch,) = make_schedule(DilatedPattern.of_lengths((4096,), (16,)), 8192, 8, 4)
     assert branch.ring_size == 4
     assert branch.num_rows == 1024 // 16
     assert branch.num_tiles * branch.chunks_per_tile * branch.block_rows == 64
@@ -145,7 +145,7 @@ def test_only_kept_rows_have_slots():
 
 @pytest.mark.parametrize(("segment_length", "rate"), [(8192, 1), (8192, 3), (64, 1), (7, 2), (640, 1)])
 def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
-    (branch,) = make_schedule(DilatedPattern((segment_length,), (rate,)), 8192, 2, 1)
+    (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), 8192, 2, 1)
     slots = branch.num_blocks * branch.block_rows
     assert branch.num_rows <= slots < branch.num_rows + branch.num_blocks
     assert branch.block_rows * branch.chunks_per_tile <= 512
@@ -153,10 +153,10 @@ def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
 
 
 def test_numbers_beyond_the_sequence_stay_small():
-    (branch,) = make_schedule(DilatedPattern((10**12,), (10**11,)), 100, 8, 3)
+    (branch,) = make_schedule(DilatedPattern.of_lengths((10**12,), (10**11,)), 100, 8, 3)
     assert max(branch.segment_length, branch.dilation_rate) < 2**31
     assert branch.num_rows == 1
-    expected = DilatedPattern((10**12,), (10**11,)).multiplicity(100, 3)
+    expected = DilatedPattern.of_lengths((10**12,), (10**11,)).multiplicity(100, 3)
     for head in range(3):
         np.testing.assert_array_equal(computed_pairs(branch, head, 100), expected[head])
 
@@ -164,7 +164,7 @@ def test_numbers_beyond_the_sequence_stay_small():
 def test_work_does_not_depend_on_the_layout():
     # The number of hops is that of the shards that share a segment, and no more.
     for num_shards in (1, 2, 4, 8, 16):
-        (branch,) = make_schedule(DilatedPattern((256,), (2,)), 1024, num_shards, 1)
+        (branch,) = make_schedule(DilatedPattern.of_lengths((256,), (2,)), 1024, num_shards, 1)
         assert branch.ring_size == max(1, math.ceil(256 / (1024 / num_shards)))
 
 
@@ -173,7 +173,7 @@ def test_work_does_not_depend_on_the_layout():
 def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
     shard_length = 512
     length = 2 * ring_size * shard_length
-    pattern = DilatedPattern((ring_size * shard_length,), (rate,))
+    pattern = DilatedPattern.of_lengths((ring_size * shard_length,), (rate,))
     (branch,) = make_schedule(pattern, length, 2 * ring_size, 1, is_causal=True)
     assert branch.ring_size == ring_size
     steps = [[work(branch, shard, step) for shard in range(2 * ring_size)] for step in range(ring_size)]
@@ -185,7 +185,9 @@ def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
 
 def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
     for num_shards, segment_length in ((8, 64), (8, 24), (7, 32), (5, 1000)):
-        (branch,) = make_schedule(DilatedPattern((segment_length,), (1,)), 8 * num_shards, num_shards, 1, True)
+        (branch,) = make_schedule(
+            DilatedPattern.of_lengths((segment_length,), (1,)), 8 * num_shards, num_shards, 1, True
+        )
         assert branch.is_balanced
         partners = dict(branch.swap_permutation())
         for shard, partner in partners.items():
@@ -198,7 +200,7 @@ def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
 def test_a_prime_number_of_segments_fills_its_tiles():
     """As many tiles as the next number that divides; the exactness of the last one, which is not full, is tested."""
     for count in (4093, 4096):
-        (branch,) = make_schedule(DilatedPattern((8,), (1,)), 8 * count, 1, 1)
+        (branch,) = make_schedule(DilatedPattern.of_lengths((8,), (1,)), 8 * count, 1, 1)
         assert (branch.num_tiles, branch.chunks_per_tile) == (64, 64)
-    (branch,) = make_schedule(DilatedPattern((4,), (1,)), 92, 1, 1, max_block_rows=12)
+    (branch,) = make_schedule(DilatedPattern.of_lengths((4,), (1,)), 92, 1, 1, max_block_rows=12)
     assert (branch.num_chunks, branch.num_full_chunks, branch.num_tiles) == (23, 24, 8)
