@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
 from ringjax._device_order import make_mesh
-from ringjax._pattern import DilatedPattern, Segments
+from ringjax._pattern import DilatedPattern, ReachWarning, Segments
 from ringjax._reference import dilated_attention_reference
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DilatedPattern",
+    "ReachWarning",
     "RingDilatedAttention",
     "Segments",
     "attention_fn",

@@ -22,7 +22,7 @@ from ringjax._arguments import (
 from ringjax._block import Weighting, accumulation_dtype
 from ringjax._implementation import IMPLEMENTATIONS, Implementation, implement
 from ringjax._mesh import check_mesh, find_placement
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern, warn_of_reach
 from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
 from ringjax._rule import STRATEGIES, Context, ring_attention
@@ -197,6 +197,7 @@ def ring_dilated_attention(
         batch_heads = math.prod(placement.block(query))
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
         block_size = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
+    warn_of_reach(pattern, placement.length(query), key.shape[-2])
     branches = make_schedule(
         pattern,
         placement.length(query),

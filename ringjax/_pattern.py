@@ -1,10 +1,12 @@
 """The dilated pattern: which pairs of tokens attend to each other, and how often, in integers alone."""
 
 import dataclasses
+import functools
 import math
 import operator
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -51,10 +53,31 @@ class Segments:
         """Returns whether a head of this offset keeps a token."""
         return token % self.length % self.rate == offset
 
+    def count(self, query: Any, start: Any, stop: Any, offset: Any, length: int, is_causal: bool = False) -> Any:
+        """Returns how many keys at ``start <= key < stop``, of a sequence of `length`, a query sees in a head."""
+        first = query // self.length * self.length
+        last = query + 1 if is_causal else np.minimum(first + self.length, length)
+        kept = lambda tokens: (np.maximum(tokens - offset, 0) + self.rate - 1) // self.rate
+        count = kept(np.minimum(stop, last) - first) - kept(np.maximum(start, first) - first)
+        return np.maximum(count, 0) * self.keeps(query, offset)
+
     def holds(self, query: Any, key: Any, offset: Any) -> Any:
         """Returns whether a head of this offset keeps both tokens, in one segment."""
         is_one_segment = query // self.length == key // self.length
         return is_one_segment & self.keeps(query, offset) & self.keeps(key, offset)
+
+
+class Reach(NamedTuple):
+    """How far the queries of a pattern see.
+
+    `beyond` is the share of queries, for each key/value head, that see a key beyond their smallest segment;
+    `in_any_head` the share of those that do in one head at least; `num_keys` the mean number of keys that a query of
+    each head sees, as often as branches hold them.
+    """
+
+    beyond: np.ndarray
+    in_any_head: float
+    num_keys: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +177,28 @@ class DilatedPattern:
         first = branch * size + min(branch, extra)
         return range(first, first + size + (branch < extra))
 
+    def reach(self, length: int, num_kv_heads: int, is_causal: bool = False) -> Reach:
+        """Returns how far the queries of a sequence of `length` tokens see in each of the key/value heads.
+
+        A head keeps one token of each `rate`: with rates above the number of heads, most tokens are kept by none.
+
+        Example:
+          >>> DilatedPattern([Segments(4), Segments(16, rate=8)]).reach(16, num_kv_heads=2).in_any_head
+          0.25
+        """
+        query = np.arange(length)
+        beyond, num_keys = np.zeros((2, num_kv_heads, length))
+        smallest = min(branch.length for branch in self.branches)
+        own = query // smallest * smallest, query // smallest * smallest + smallest
+        for number, branch in enumerate(self.branches):
+            for head in self.heads_of(number, num_kv_heads):
+                offset = self.offset(head, branch.rate, num_kv_heads, number)
+                seen = branch.count(query, *own, offset, length, is_causal)
+                count = branch.count(query, 0, length, offset, length, is_causal)
+                num_keys[head] += count
+                beyond[head] += count > seen
+        return Reach((beyond > 0).mean(axis=1), float((beyond > 0).any(axis=0).mean()), num_keys.mean(axis=1))
+
     def multiplicity(
         self,
         length: int,
@@ -182,6 +227,31 @@ class DilatedPattern:
         if self.merge == "union":
             count = np.minimum(count, 1)
         return count * (key <= query) if is_causal else count
+
+
+class ReachWarning(UserWarning):
+    """Most queries of a pattern see nothing beyond their smallest segment."""
+
+
+@functools.lru_cache(maxsize=256)
+def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> None:
+    """Warns, once for each pattern, where fewer than half of the queries see beyond their smallest segment."""
+    lengths = {min(branch.length, length) for branch in pattern.branches}
+    if len(lengths) == 1:  # there is nothing beyond
+        return
+    share = pattern.reach(min(length, _MOST_OF_REACH), num_kv_heads).in_any_head
+    if share < 0.5:
+        warnings.warn(
+            f"{share:.0%} of the queries see beyond their smallest segment, of {min(lengths)} tokens, in any of the "
+            f"{num_kv_heads} key/value heads: a head keeps one token of each rate, so use rates up to the number of "
+            "heads, or more heads",
+            ReachWarning,
+            stacklevel=4,
+        )
+
+
+# Enough tokens to tell how far a pattern reaches.
+_MOST_OF_REACH = 2**16
 
 
 def read_pattern(

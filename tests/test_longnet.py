@@ -14,6 +14,8 @@ from flax import nnx
 from longnet import LENGTH, LongNet, loss_of, random_bytes
 from oracle import make_mesh
 
+from ringjax import DilatedPattern
+
 ROOT = Path(__file__).parent.parent
 SMALL = {"width": 16, "num_layers": 2, "num_heads": 2, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
 
@@ -35,13 +37,8 @@ def test_the_base_configuration():
     shapes = jax.tree.map(jnp.shape, params)
     assert shapes["blocks"]["attention"]["query"]["kernel"].get_value() == (12, 768, 12, 64)
     assert 84e6 < sum(array.size for array in jax.tree.leaves(params)) < 86e6
-    assert list(model.blocks.attention.settings.pattern.branches) == [
-        (2048, 1),
-        (4096, 2),
-        (8192, 4),
-        (16384, 6),
-        (32768, 12),
-    ]
+    lengths, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
+    assert model.blocks.attention.settings.pattern == DilatedPattern.of_lengths(lengths, rates)
 
 
 @pytest.mark.slow

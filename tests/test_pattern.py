@@ -2,11 +2,13 @@
 
 import itertools
 import re
+import warnings
 
+import jax
 import numpy as np
 import pytest
 
-from ringjax import DilatedPattern, Segments
+from ringjax import DilatedPattern, ReachWarning, Segments, ring_dilated_attention
 from ringjax._pattern import read_pattern
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
@@ -103,6 +105,35 @@ def test_wrong_branches_are_refused(make, error, words, unchecked):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("offsets", ["interleaved", "blocked", "branch"])
+@pytest.mark.parametrize("heads", ["all", "grouped"])
+def test_reach_counts_pairs(heads, offsets, is_causal):
+    length, num_heads = 29, 4
+    pattern = DilatedPattern.of_lengths(*zip(*BRANCHES, strict=True), offsets, heads=heads)
+    count = pattern.multiplicity(length, num_heads, is_causal)
+    t, s = np.arange(length)[:, None], np.arange(length)
+    is_beyond = (count * (t // 4 != s // 4)).any(axis=2)
+    reach = pattern.reach(length, num_heads, is_causal)
+    np.testing.assert_allclose(reach.num_keys, count.sum(axis=2).mean(axis=1))
+    np.testing.assert_allclose(reach.beyond, is_beyond.mean(axis=1))
+    assert reach.in_any_head == is_beyond.any(axis=0).mean()
+
+
+def test_patterns_that_do_not_reach_warn_once():
+    call = lambda rate, heads: jax.eval_shape(
+        lambda x: ring_dilated_attention(x, x, x, pattern=[Segments(256), Segments(4096, rate)]),
+        jax.ShapeDtypeStruct((1, 4096, heads, 8), "float32"),
+    )
+    with pytest.warns(ReachWarning, match="25% of the queries see beyond their smallest segment, of 256 tokens, in"):
+        call(16, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReachWarning)
+        call(16, 4)
+        call(4, 4)
+        jax.eval_shape(lambda x: ring_dilated_attention(x, x, x, pattern=[Segments(8, 8)]), np.zeros((1, 64, 1, 8)))
 
 
 USUAL = "interleaved", "lse", "all"
