@@ -1,7 +1,7 @@
 """Random combinations of all arguments against the oracle, with the flags of XLA that users have.
 
 `python -m benchmarks.random_search --count 10000 --seed 0`. Cases run in processes of their own, so that one that
-aborts or hangs is found as well; those that fail are saved.
+aborts or hangs is found as well; those that fail are saved. Each search adds a row to the results.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from benchmarks.environment import ROOT
-from benchmarks.timing import save
+from benchmarks.timing import RESULTS, save
 
 CASES_OF_A_PROCESS, SECONDS_OF_A_CASE = 20, 60
 
@@ -121,8 +121,10 @@ def main() -> None:
     print(f"seed {arguments.seed}")
     rng = np.random.default_rng(arguments.seed)
     largest, failed = search([draw(rng) for _ in range(arguments.count)])
-    row = {"seed": str(arguments.seed), "cases": arguments.count, "wrong": len(failed), "largest error": largest}
-    save(f"random_search_{arguments.seed}" if failed else "random_search", [row])
+    row = {"jax": jax.__version__, "seed": str(arguments.seed), "cases": arguments.count, "wrong": len(failed)}
+    result = RESULTS / "random_search.json"
+    rows = json.loads(result.read_text())["rows"] if result.exists() else []
+    save("random_search", [*rows, {**row, "largest error": largest}])
     if failed:
         arguments.save.write_text(json.dumps(failed, indent=1))
         sys.exit(f"{len(failed)} cases failed: see {arguments.save}")
