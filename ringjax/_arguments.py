@@ -10,12 +10,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, UInt
 
 from ringjax import _dropout
+from ringjax._pattern import MAX_POSITIONS
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
 _LEAST, _MOST = 1e-18, 1e18
-# Positions are numbers of int32.
-MAX_POSITIONS = 2**31 - 1
 
 
 def check_arrays(query: Any, key: Any, value: Any) -> None:

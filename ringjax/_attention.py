@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
@@ -190,9 +191,9 @@ def ring_dilated_attention(
     if scale <= 0:  # below, scales are positive: the sign goes to the keys
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name, spec)
-    moving = query_offset if isinstance(query_offset, jax.Array) else None
-    offset = int(query_offset) if moving is None else None
-    check_positions(placement.length(query), placement.length(key), offset or 0)
+    known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
+    check_positions(placement.length(query), placement.length(key), known_offset)
+    moving_offset = query_offset if isinstance(query_offset, jax.Array) else None
     if block_size is None:
         batch_heads = math.prod(placement.block(query))
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
@@ -206,7 +207,7 @@ def ring_dilated_attention(
         is_causal=bool(is_causal),
         max_block_rows=int(block_size),
         key_length=placement.length(key),
-        query_offset=offset,
+        query_offset=known_offset if moving_offset is None else None,
     )
     features = {
         "document_ids": document_ids is not None,
@@ -236,7 +237,7 @@ def ring_dilated_attention(
         dtype = accumulation_dtype(query, key, value)
         out, lse = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
     else:
-        out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving), plan)
+        out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving_offset), plan)
     return (out, lse) if return_residual else out
 
 

@@ -53,7 +53,7 @@ def attention_fn(
     choices = (
         options.pop(name, usual) for name, usual in (("offsets", "interleaved"), ("merge", "lse"), ("heads", "all"))
     )
-    pattern_of_all = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
+    pattern = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
     is_always_causal = is_causal
 
     # Flax's linen module passes those keywords alone that the signature names, and none of them may get lost.
@@ -90,7 +90,7 @@ def attention_fn(
         is_dropping = dropout_rate > 0 and not deterministic
         out: Any = ring_dilated_attention(
             *arrays,
-            pattern=pattern_of_all,
+            pattern=pattern,
             is_causal=is_always_causal or is_causal,
             dropout_rate=dropout_rate if is_dropping else 0.0,
             dropout_seed=dropout_rng if is_dropping else None,

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax._arguments import MAX_POSITIONS
 from ringjax._block import Weighting, accumulation_dtype, merge
 from ringjax._cache import Cache
 from ringjax._mesh import Placement
 from ringjax._order import after
-from ringjax._pattern import DilatedPattern, Segments
+from ringjax._pattern import MAX_POSITIONS, DilatedPattern, Segments
 from ringjax._sinks import add_sinks
 
 

@@ -14,6 +14,9 @@ Offsets = Literal["interleaved", "blocked", "branch"]
 Merge = Literal["lse", "union"]
 Heads = Literal["all", "grouped"]
 
+# Positions are numbers of int32.
+MAX_POSITIONS = 2**31 - 1
+
 _CHOICES = {"offsets": get_args(Offsets), "merge": get_args(Merge), "heads": get_args(Heads)}
 
 

@@ -9,10 +9,9 @@ import functools
 import math
 from typing import Any
 
-from ringjax._pattern import DilatedPattern
+from ringjax._pattern import MAX_POSITIONS, DilatedPattern
 
 MAX_BLOCK_ROWS = 512
-MAX_POSITION = 2**31 - 2
 
 
 def remainder(number: Any, divisor: Any) -> Any:
@@ -172,7 +171,7 @@ class BranchSchedule:
         segments, rest = divmod(tokens, self.segment_length)
         # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
         of_rest = rest if rest < 2 else (rest - 2) // self.dilation_rate + 2
-        is_one_segment = tokens <= self.segment_length and self.segment_length > MAX_POSITION
+        is_one_segment = tokens <= self.segment_length and self.segment_length >= MAX_POSITIONS
         return self.kept(tokens, 0) if is_one_segment else segments * self.kept(self.segment_length, 0) + of_rest
 
     def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
@@ -315,7 +314,8 @@ def make_schedule(
     key_length = length if key_length is None else key_length
     shard_length, key_shard_length = -(-length // num_shards), -(-key_length // num_shards)
     is_moving = query_offset is None
-    query_offset = MAX_POSITION + 1 - num_shards * shard_length if query_offset is None else query_offset
+    if query_offset is None:  # as far as the last position: what holds there holds everywhere
+        query_offset = MAX_POSITIONS - num_shards * shard_length
     is_general = query_offset > 0 or length != key_length
     is_union = pattern.merge == "union" and pattern.heads == "all"
     # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.

@@ -98,6 +98,11 @@ IDS = np.zeros((1, 8), np.int32)
             ValueError,
             "query_offset=2147483640 and 8 queries end beyond position 2147483647",
         ),
+        (
+            {"query_offset": jnp.int32(2**31 - 8)},
+            ValueError,
+            "query_offset=2147483640 and 8 queries end beyond position 2147483647",
+        ),
         ({"document_ids": IDS.astype(np.int64) + 2**31}, ValueError, "document_ids has numbers from 2147483648 to"),
         *[
             ({name: number}, ValueError, f"{name}={number!r} must be ")

@@ -32,7 +32,7 @@ ALLOWED = {
     "_gather": {"_meeting", "_plan", "_rows"},
     "_branches": {"_plan", "_rows"},
     "_rule": {"_block", "_branches", "_gather", "_meeting", "_order", "_plan", "_promotion", "_ring", "_rows"},
-    "_arguments": {"_dropout"},
+    "_arguments": {"_dropout", "_pattern"},
     "_attention": {
         "_arguments",
         "_block",
@@ -47,7 +47,7 @@ ALLOWED = {
     },
     "_attention_fn": {"_attention", "_pattern"},
     "_cache": {"_mesh", "_pattern"},
-    "_decode": {"_arguments", "_block", "_cache", "_mesh", "_order", "_pattern", "_sinks"},
+    "_decode": {"_block", "_cache", "_mesh", "_order", "_pattern", "_sinks"},
     "_rotary": set(),
     "_device_order": set(),
     "_heads": {
