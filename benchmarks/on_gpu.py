@@ -31,7 +31,7 @@ from ringjax._block import Keys, Weighting
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Meeting, Slots
 from ringjax._rows import Heads, Rows
-from ringjax._schedule import BranchSchedule
+from ringjax._schedule import BranchSchedule, make_schedule
 
 REHEARSAL = "--rehearse" in sys.argv
 KERNEL = "xla" if REHEARSAL else "cudnn"
@@ -173,7 +173,10 @@ def emulated_ring() -> list[dict[str, Any]]:
         length, shards = 65536 // SHRINK, 8
         arrays = random(length, width)
         block = 8 if REHEARSAL else length
-        branch = BranchSchedule(length, 1, length, length // shards, shards, True, block, KERNEL)
+        (branch,) = make_schedule(
+            ringjax.DilatedPattern([ringjax.Segments(length)]), length, shards, HEADS, True, block
+        )
+        branch = branch if REHEARSAL else branch.in_whole_chunks(KERNEL)
         chunks = [
             tuple(
                 _computed_rows(array, branch, shard, implementation, index == 0) for index, array in enumerate(arrays)
@@ -190,15 +193,15 @@ def emulated_ring() -> list[dict[str, Any]]:
 
 def _computed_rows(array: jax.Array, branch: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
     """The rows that a shard computes: its two halves after the swap."""
-    half = branch.num_slots // 2
+    half = branch.queries.num_slots // 2
     first = [branch.origin(shard, slot) for slot in (0, half)]
-    tokens = [array[:, holder * branch.num_slots + slot :][:, :half] for holder, slot in first]
-    return implementation.lay_out(branch, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
+    tokens = [array[:, holder * branch.queries.num_slots + slot :][:, :half] for holder, slot in first]
+    return implementation.lay_out(branch.queries, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
 
 
 def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
     heads = Heads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
-    slots = lambda holder: Slots(Rows(branch, jnp.int32(holder), heads), jnp.int32([holder]), True)
+    slots = lambda holder: Slots(Rows(branch, branch.queries, jnp.int32(holder), heads), jnp.int32([holder]), True)
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:

@@ -17,8 +17,9 @@ from benchmarks.environment import run_module
 from benchmarks.local_speed import CASES, calls_of
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns
 from ringjax._block import Partial
-from ringjax._meeting import Tiles
-from ringjax._rule import STRATEGIES
+from ringjax._layout import Task
+from ringjax._ring import Addends
+from ringjax._shard import STRATEGIES
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 
@@ -26,12 +27,13 @@ LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 def leave_out_blocks() -> None:
     """Makes every branch return its rows as they are: what is left selects rows and merges branches."""
 
-    def forward(queries: Tiles, *_: Any) -> Partial:
-        query = queries.arrays
+    def forward(task: Task) -> Partial:
+        query = task.take(task.queries).arrays
         return Partial(query[..., 0], jnp.ones_like(query[..., 0]), query)
 
-    def backward(queries: Tiles, keys: Tiles, *_: Any) -> tuple[jax.Array, ...]:
-        return queries.arrays.query, *keys.arrays
+    def backward(task: Task) -> Addends:
+        queries, keys = task.take(task.queries).arrays, task.take(task.keys).arrays
+        return Addends(queries.query, *keys)
 
     STRATEGIES["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
 

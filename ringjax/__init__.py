@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
+from ringjax._branch import Segments, Window
 from ringjax._device_order import make_mesh
-from ringjax._pattern import DilatedPattern, ReachWarning, Segments
+from ringjax._pattern import DilatedPattern, ReachWarning
 from ringjax._reference import dilated_attention_reference
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "ReachWarning",
     "RingDilatedAttention",
     "Segments",
+    "Window",
     "attention_fn",
     "dilated_attention_reference",
     "linen",

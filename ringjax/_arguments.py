@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, UInt
 
 from ringjax import _dropout
-from ringjax._pattern import MAX_POSITIONS
+from ringjax._branch import MAX_POSITIONS
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.

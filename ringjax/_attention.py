@@ -21,13 +21,15 @@ from ringjax._arguments import (
     read_seed,
 )
 from ringjax._block import Weighting, accumulation_dtype
+from ringjax._branch import Branch
 from ringjax._implementation import IMPLEMENTATIONS, Implementation, implement
 from ringjax._mesh import check_mesh, find_placement
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern, warn_of_reach
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
 from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
-from ringjax._rule import STRATEGIES, Context, ring_attention
+from ringjax._rule import ring_attention
 from ringjax._schedule import make_schedule
+from ringjax._shard import STRATEGIES, Context
 from ringjax._sinks import add_sinks, read_sinks
 
 Strategy = Literal["ring", "all_gather"]
@@ -37,7 +39,7 @@ Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B 
 class Options(TypedDict, total=False):
     """The keyword arguments of `ring_dilated_attention`, but the one that its result's type depends on."""
 
-    pattern: DilatedPattern | Sequence[Segments] | None
+    pattern: DilatedPattern | Sequence[Branch] | None
     segment_lengths: Sequence[int] | None
     dilation_rates: Sequence[int] | None
     is_causal: bool
@@ -75,7 +77,7 @@ def ring_dilated_attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     *,
-    pattern: DilatedPattern | Sequence[Segments] | None = None,
+    pattern: DilatedPattern | Sequence[Branch] | None = None,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     is_causal: bool = False,
@@ -114,8 +116,8 @@ def ring_dilated_attention(
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
       key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
       value: [..., S, K, V].
-      pattern: the branches, a sequence of :class:`Segments`, or a :class:`DilatedPattern`, which also says `offsets`,
-        `merge` and `heads`.
+      pattern: the branches, a sequence of :class:`Segments` and :class:`Window`, or a :class:`DilatedPattern`, which
+        also says `offsets`, `merge` and `heads`.
       segment_lengths: instead of a pattern, the segment length of each branch, in tokens; any, dividing T or not.
       dilation_rates: the dilation rate of each branch, at most its segment length.
       is_causal: whether a query sees only keys whose position is not after its own: a token that changes, from one

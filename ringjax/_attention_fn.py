@@ -7,7 +7,8 @@ from typing import Any
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._pattern import DilatedPattern, Segments, read_pattern
+from ringjax._branch import Branch
+from ringjax._pattern import DilatedPattern, read_pattern
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
@@ -16,7 +17,7 @@ _OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
 
 def attention_fn(
     *,
-    pattern: DilatedPattern | Sequence[Segments] | None = None,
+    pattern: DilatedPattern | Sequence[Branch] | None = None,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     is_causal: bool = False,

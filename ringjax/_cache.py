@@ -1,4 +1,4 @@
-"""The cache of decoding: the kept rows of the segments that the last token is in, however long the context is."""
+"""The cache of decoding: the rows that tokens to come may still see, however long the context is."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,8 @@ from jaxtyping import Array, Float, Int
 from ringjax._mesh import find_axis, sharded_zeros
 from ringjax._pattern import DilatedPattern
 
-# A query of a causal dilated pattern never looks back beyond the segments that it is in. So a branch (w, r) caches, for
-# each head, the rows that it keeps of the segment that the last token is in: at most ceil(w / r), and token number
-# `offset + i * r` of the segment is always in row i. Rows of a former segment are told by their number: they would be
-# tokens that are still to come. Where the mesh has a sequence axis, the rows of each cache are sharded along it.
+# A causal query never looks back beyond what its branches see: each caches the rows that the next tokens may still see,
+# however long the context is. Where the mesh has a sequence axis, the rows of each cache are sharded along it.
 
 
 class Cache(NamedTuple):
@@ -25,8 +23,8 @@ class Cache(NamedTuple):
 
 
 def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> list[int]:
-    """Returns the number of rows that each branch caches: what a head keeps of a segment, in equal shards."""
-    rows = [-(-min(branch.length, max_length) // branch.rate) for branch in pattern.branches]
+    """Returns the number of rows that each branch caches, in equal shards."""
+    rows = (branch.num_cached(max_length) for branch in pattern.branches)
     return [-(-count // num_shards) * num_shards for count in rows]
 
 

@@ -14,38 +14,35 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax._block import Weighting, accumulation_dtype, merge
+from ringjax._branch import MAX_POSITIONS, Branch
 from ringjax._cache import Cache
 from ringjax._mesh import Placement
 from ringjax._order import after
-from ringjax._pattern import MAX_POSITIONS, DilatedPattern, Segments
+from ringjax._pattern import DilatedPattern
 from ringjax._sinks import add_sinks
 
 
 class _Branch(NamedTuple):
     """A branch on one shard: its heads, their offsets here and in earlier branches, and the rows of its cache here."""
 
-    segments: Segments
+    branch: Branch
     heads: slice
     offset: Int[Array, "K 1"]
-    earlier: list[tuple[Segments, Int[Array, "K 1"]]]
+    earlier: list[tuple[Branch, Int[Array, "K 1"]]]
     row: Int[Array, "R"]
 
     def rows_at(self, last: Any) -> tuple[Int[Array, "K R"], Bool[Array, "K R"]]:
-        """Returns the token of each row in the segment of token `last`, and whether the segment has it so far."""
-        length, rate = self.segments.length, self.segments.rate
-        is_row = self.row < (length + rate - 1 - self.offset) // rate
-        in_segment = self.offset + jnp.where(is_row, self.row, 0) * rate  # within 32 bits
-        token = last // length * length + in_segment
-        return token, is_row & (token <= last) & (last >= 0)
+        """Returns the token of each row after token `last`, and whether there is one so far."""
+        return self.branch.cached(self.row, last, self.offset)
 
     def attends(
         self, query: Int[Array, "c"], key: Int[Array, "K R"], is_key: Bool[Array, "K R"]
     ) -> Bool[Array, "K c R"]:
         """Returns which queries attend to which keys, given the tokens of both."""
         query, key = query[:, None], key[:, None]  # [c, 1], [K, 1, R]
-        attends = self.segments.holds(query, key, self.offset[..., None]) & (key <= query)
-        for segments, offset in self.earlier:
-            attends &= ~segments.holds(query, key, offset[..., None])
+        attends = self.branch.holds(query, key, self.offset[..., None]) & (key <= query)
+        for branch, offset in self.earlier:
+            attends &= ~branch.holds(query, key, offset[..., None])
         return attends & is_key[:, None]
 
 
@@ -156,20 +153,19 @@ class Decoder:
         first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
         shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
         before = []
-        cut = functools.partial(min, MAX_POSITIONS)
-        within = [Segments(cut(branch.length), cut(branch.rate)) for branch in self.pattern.branches]
-        for number, segments in enumerate(within):
+        within = [branch.within(*[MAX_POSITIONS] * 3) for branch in self.pattern.branches]
+        for number, branch in enumerate(within):
             numbers = self.pattern.heads_of(number, self.num_kv_heads)
             heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
             head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)
             offsets = [
-                (branch, self.pattern.offset(head, branch.rate, self.num_kv_heads, i)[:, None])
-                for i, branch in [(number, segments), *before]
+                (one, self.pattern.offset(head, one.offset_rate, self.num_kv_heads, i)[:, None])
+                for i, one in [(number, branch), *before]
             ]
             row = shard * sizes[number] + jnp.arange(sizes[number], dtype=jnp.int32)
-            yield _Branch(segments, heads, offsets[0][1], offsets[1:], row)
+            yield _Branch(branch, heads, offsets[0][1], offsets[1:], row)
             if self.pattern.merge == "union" and self.pattern.heads == "all":
-                before.append((number, segments))
+                before.append((number, branch))
 
     def _attend(
         self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any

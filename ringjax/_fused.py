@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from ringjax._block import Keys, Weighting, accumulation_dtype, merge
 from ringjax._meeting import Meeting, Noise, Slots
 from ringjax._schedule import BranchSchedule
+from ringjax._side import Side
 
 
 @runtime_checkable
@@ -76,13 +77,13 @@ class Fused:
     SLOTS_AXIS = 1
     IS_FUSED = True
 
-    def lay_out(self, branch: BranchSchedule, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts chunks beside batches, and all heads in one dimension."""
-        return rearrange(rows, "B (C R) K (G H) -> (B C) R (K G) H", C=branch.num_chunks, G=groups or 1)
+        return rearrange(rows, "B (C R) K (G H) -> (B C) R (K G) H", C=side.num_chunks, G=groups or 1)
 
-    def take_back(self, branch: BranchSchedule, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
         """Undoes `lay_out`, given the number of key/value heads."""
-        return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=branch.num_chunks, K=heads)
+        return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=side.num_chunks, K=heads)
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> Array:
         """Returns the order of a shard's rows among those of others: smaller where the first to compute are earlier."""
@@ -92,7 +93,7 @@ class Fused:
     def see_keys(self, slots: Slots) -> Array:
         """Returns the order of a shard's rows, as `see_queries` does."""
         holder, slot = slots.branch.origin(slots.shards[0], 0)
-        return holder * slots.branch.num_slots + slot
+        return holder * slots.side.num_slots + slot
 
     def start(self, query: Float[Array, "B Rq N H"], value: Float[Array, "B Rk K V"]) -> FusedPartial:
         """Returns the attention on nothing."""
@@ -241,13 +242,13 @@ def _first_of(column: Any, array: Array) -> Array:
 
 def obstacle(branch: BranchSchedule, strategy: str) -> str | None:
     """Returns why no fused kernel can compute a branch, None where one can."""
-    name = f"the branch ({branch.segment_length}, {branch.dilation_rate})"
+    name = f"the branch {branch.branch}"
     if branch.is_general:
         return "queries and keys lie at different positions"
     if branch.earlier:
         return f"{name} of a union leaves out pairs of earlier branches"
     if not branch.is_dense:
-        return f"{name} on {branch.num_shards} shards has slots without rows, or segments that straddle shards"
-    if strategy == "all_gather" and branch.ring_size > 1:
+        return f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend"
+    if strategy == "all_gather" and not branch.is_local:
         return f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each"
     return None

@@ -3,36 +3,35 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from ringjax._meeting import Meeting, Noise, Slots, Tiles
-from ringjax._plan import Plan
-from ringjax._rows import Rows
-
-
-def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> Any:
-    """Returns the attention of one branch; the queries are where they are computed, the keys where they are kept."""
-    implementation = plan.implementation(rows.branch)
-    partial = implementation.start(queries.arrays, keys.arrays.value)
-    keys = plan.gather(rows.branch, keys)
-    meeting = _meeting(queries, keys, rows, noise, plan)
-    return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
+from ringjax._layout import Task
+from ringjax._meeting import Meeting, Slots, Tiles
+from ringjax._ring import Addends
 
 
-def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> tuple[Array, Array, Array]:
+def forward(task: Task) -> Any:
+    """Returns the attention of one branch, where it is computed."""
+    queries, keys, meeting = _meet(task)
+    partial = task.implementation.start(queries.arrays, keys.arrays.value)
+    return task.implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
+
+
+def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
-    implementation = plan.implementation(rows.branch)
-    keys = plan.gather(rows.branch, keys)
+    implementation, plan = task.implementation, task.plan
+    queries, keys, meeting = _meet(task)
     grads = implementation.start_gradients(queries.arrays, keys.arrays)
-    meeting = _meeting(queries, keys, rows, noise, plan)
     grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
-    return query_grad, *plan.scatter(rows.branch, tuple(keys_grad))
+    key_grad, value_grad = plan.scatter(task.branch, tuple(keys_grad))
+    return Addends(query_grad, key_grad, value_grad)
 
 
-def _meeting(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> Meeting:
-    branch, size, implementation = rows.branch, rows.branch.gather_size, plan.implementation(rows.branch)
+def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
+    branch, implementation = task.branch, task.implementation
+    queries, keys = task.take_swapped(task.queries), task.plan.gather(branch, task.take(task.keys))
+    rows, size = task.keys.layout.rows, branch.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
-    own = Slots(rows, rows.shard[None], branch.is_balanced, queries.documents)
-    others = Slots(rows.of_keys(), gathered, False, keys.documents)
-    return Meeting(branch, implementation.see_queries(own, noise), implementation.see_keys(others))
+    own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
+    others = implementation.see_keys(Slots(rows, gathered, False, keys.documents))
+    return queries, keys, Meeting(branch, own, others)

@@ -23,7 +23,7 @@ from ringjax._mesh import check_mesh, find_placement, token_positions
 from ringjax._pattern import DilatedPattern
 from ringjax._promotion import with_own_promotion
 from ringjax._rotary import rotary_embedding
-from ringjax._rule import STRATEGIES
+from ringjax._shard import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Which implementation computes each branch: the one that is named, or the fastest that can."""
 
-import dataclasses
 import warnings
 from typing import Any, Literal
 
@@ -45,7 +44,7 @@ def implement(
             warnings.warn(f"attention is computed without a fused kernel: {obstacle}", stacklevel=3)
     served = []
     for branch in branches:
-        fused = dataclasses.replace(branch, implementation=name or FASTEST, max_block_rows=branch.length)
+        fused = branch.in_whole_chunks(name or FASTEST)
         reason = obstacle or _fused.obstacle(fused, strategy)
         if reason and name is not None:
             raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")

@@ -46,18 +46,30 @@ class Visits(NamedTuple):
         return Visits(*(array.swapaxes(1, 2) for array in self)).of_queries()
 
 
-class QueryMask(NamedTuple):
-    """What each query attends to: keys at ``first <= position <= last`` with its `document` and other `segments`.
+class Taken(NamedTuple):
+    """The keys that each query leaves out: those of its `label`, with positions in its interval; None where any.
 
-    Each of the `segments` is the query's in another branch. `stream` is the start and the step of its dropout. A row
-    that is none has an empty interval; `first` is None where no tile meets a key before it. Here A is B, or 1 where all
-    batches are the same, and O is K, or 1 where all heads are.
+    Of keys it is their label alone.
+    """
+
+    label: Int[Array, "I 1 C O R"] | None = None
+    first: Int[Array, "I 1 C O R"] | None = None
+    last: Int[Array, "I 1 C O R"] | None = None
+
+
+class QueryMask(NamedTuple):
+    """What each query attends to: keys at ``first <= position <= last`` with its `document` and its `residue`.
+
+    Those `taken` are left out. `stream` is the start and the step of its dropout. A row that is none has an empty
+    interval; `first` is None where no tile meets a key before it. Here A is B, or 1 where all batches are the same, and
+    O is K, or 1 where all heads are.
     """
 
     first: Int[Array, "I A C O Rq"] | None
     last: Int[Array, "I A C O Rq"]
     document: Int[Array, "I B C O Rq"] | None = None
-    segments: tuple[Int[Array, "I 1 C O Rq"], ...] = ()
+    residue: Int[Array, "I 1 C O Rq"] | None = None
+    taken: tuple[Taken, ...] = ()
     stream: tuple[UInt[Array, "I B C K G Rq"], ...] = ()
 
 
@@ -70,7 +82,8 @@ class KeyMask(NamedTuple):
     position: Int[Array, "J A C O Rk"]
     is_key: Bool[Array, "J A C O Rk"] | None = None
     document: Int[Array, "J B C O Rk"] | None = None
-    segments: tuple[Int[Array, "J 1 C O Rk"], ...] = ()
+    residue: Int[Array, "J 1 C O Rk"] | None = None
+    taken: tuple[Taken, ...] = ()
 
 
 class Range(NamedTuple):
@@ -91,7 +104,17 @@ class Outline(NamedTuple):
     high: Range
     is_full: Bool[Array, "A groups I C"] | None = None
     document: Range | None = None
-    segments: tuple[tuple[Range, Bool[Array, "A groups I C"]], ...] = ()  # of those that are, and whether all are
+    residue: Range | None = None
+    taken: tuple["TakenOutline", ...] = ()
+
+
+class TakenOutline(NamedTuple):
+    """The outline of what is left out: of the labels of rows that have one, whether all do, and of the interval."""
+
+    label: Range | None
+    has_label: Any
+    first: Range | None
+    last: Range | None
 
 
 @functools.partial(
@@ -117,9 +140,20 @@ def masked(scores: Float[Array, "*X Q Rk"], of_queries: QueryMask, of_keys: KeyM
         is_allowed &= of_keys.is_key[..., None, :]
     if of_queries.document is not None and of_keys.document is not None:
         is_allowed &= of_queries.document[..., None] == of_keys.document[..., None, :]
-    for query, key in zip(of_queries.segments, of_keys.segments, strict=True):
-        is_allowed &= query[..., None] != key[..., None, :]
+    if of_queries.residue is not None and of_keys.residue is not None:
+        is_allowed &= of_queries.residue[..., None] == of_keys.residue[..., None, :]
+    for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
+        is_allowed &= ~_is_taken(query, key, position)
     return jnp.where(is_allowed, scores, -jnp.inf)
+
+
+def _is_taken(query: Taken, key: Taken, position: Any) -> Any:
+    conditions = []
+    if query.label is not None and key.label is not None:
+        conditions.append(query.label[..., None] == key.label[..., None, :])
+    if query.first is not None and query.last is not None:
+        conditions += [query.first[..., None] <= position, position <= query.last[..., None]]
+    return functools.reduce(jnp.logical_and, conditions)
 
 
 def outline_queries(mask: QueryMask, num_groups: int) -> Outline:
@@ -129,7 +163,8 @@ def outline_queries(mask: QueryMask, num_groups: int) -> Outline:
         None if mask.first is None else _range(mask.first, num_groups),
         _range(mask.last, num_groups),
         document=None if mask.document is None else _range(mask.document, num_groups, is_query),
-        segments=tuple(_segment_range(segment, num_groups) for segment in mask.segments),
+        residue=None if mask.residue is None else _range(mask.residue, num_groups, is_query),
+        taken=tuple(_outline_taken(taken, num_groups) for taken in mask.taken),
     )
 
 
@@ -141,13 +176,18 @@ def outline_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Outline
         position,
         None if mask.is_key is None else _reduce(jax.lax.reduce_and, mask.is_key, num_groups) & is_full,
         None if mask.document is None else _range(mask.document, num_groups, mask.is_key),
-        tuple(_segment_range(segment, num_groups) for segment in mask.segments),
+        None if mask.residue is None else _range(mask.residue, num_groups, mask.is_key),
+        tuple(_outline_taken(taken, num_groups) for taken in mask.taken),
     )
 
 
-def _segment_range(segment: Array, num_groups: int) -> tuple[Range, Array]:
-    is_kept = segment >= 0
-    return _range(segment, num_groups, is_kept), _reduce(jax.lax.reduce_and, is_kept, num_groups)
+def _outline_taken(taken: Taken, num_groups: int) -> TakenOutline:
+    bounds = (None if array is None else _range(array, num_groups) for array in taken[1:])
+    if taken.label is None:
+        return TakenOutline(None, None, *bounds)
+    has_label = taken.label >= 0
+    labels = _range(taken.label, num_groups, has_label)
+    return TakenOutline(labels, _reduce(jax.lax.reduce_and, has_label, num_groups), *bounds)
 
 
 def _range(labels: Array, num_groups: int, is_label: Array | None = None) -> Range:
@@ -163,7 +203,7 @@ def find_visits(queries: Outline, keys: Outline, is_by_batch: bool = False) -> V
     """Returns which tiles meet.
 
     A tile of keys is left out where no interval reaches one of its positions, where no document is on both sides, or
-    where all rows are in one segment of an earlier branch. It is whole where nothing masks a pair.
+    where all pairs are taken. It is whole where nothing masks a pair.
     """
     of_queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
     of_keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
@@ -174,15 +214,29 @@ def find_visits(queries: Outline, keys: Outline, is_by_batch: bool = False) -> V
         is_whole &= of_queries.low.most <= of_keys.low.least
     if of_keys.is_full is not None:
         is_whole &= of_keys.is_full
-    if of_queries.document is not None and of_keys.document is not None:
-        one, other = of_queries.document, of_keys.document
-        meets &= (one.least <= other.most) & (other.least <= one.most)
-        is_whole &= (one.least == other.most) & (one.most == other.least)
-    for (one, all_kept), (other, all_keys_kept) in zip(of_queries.segments, of_keys.segments, strict=True):
-        is_one_segment = all_kept & all_keys_kept & (one.least == other.most) & (one.most == other.least)
-        meets &= ~is_one_segment
-        is_whole &= (one.most < other.least) | (other.most < one.least)
+    for one, other in ((of_queries.document, of_keys.document), (of_queries.residue, of_keys.residue)):
+        if one is not None and other is not None:
+            meets &= (one.least <= other.most) & (other.least <= one.most)
+            is_whole &= (one.least == other.most) & (one.most == other.least)
+    for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
+        all_taken, none_taken = _taken_of_tiles(query, key, of_keys.high)
+        meets &= ~all_taken
+        is_whole &= none_taken
     meets, is_whole = meets.any(axis=-1), is_whole.all(axis=-1)  # [A, groups, I, J]
     if is_by_batch:
         return Visits(*(rearrange(array, "A groups I J -> (A groups) I J") for array in (meets, is_whole)))
     return Visits(meets.any(axis=0), is_whole.all(axis=0))
+
+
+def _taken_of_tiles(query: TakenOutline, key: TakenOutline, position: Range) -> tuple[Any, Any]:
+    """Returns whether all pairs of two tiles are left out, and whether none is."""
+    all_taken, none_taken = [], []
+    if query.label is not None and key.label is not None:
+        one, other = query.label, key.label
+        is_one_label = (one.least == other.most) & (one.most == other.least)
+        all_taken.append(query.has_label & key.has_label & is_one_label)
+        none_taken.append((one.most < other.least) | (other.most < one.least))
+    if query.first is not None and query.last is not None:
+        all_taken.append((query.first.most <= position.least) & (position.most <= query.last.least))
+        none_taken.append((position.most < query.first.least) | (query.last.most < position.least))
+    return functools.reduce(jnp.logical_and, all_taken), functools.reduce(jnp.logical_or, none_taken)

@@ -13,9 +13,11 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Int, UInt
 
 from ringjax import _dropout
-from ringjax._mask import EMPTY, KeyMask, Mask, Outline, QueryMask, find_visits, outline_keys, outline_queries
+from ringjax._branch import remainder
+from ringjax._mask import EMPTY, KeyMask, Mask, Outline, QueryMask, Taken, find_visits, outline_keys, outline_queries
 from ringjax._rows import Rows, pick
-from ringjax._schedule import BranchSchedule, remainder
+from ringjax._schedule import BranchSchedule
+from ringjax._side import Side
 
 
 class Noise(NamedTuple):
@@ -52,9 +54,14 @@ class Slots(NamedTuple):
         return self.rows.branch
 
     @property
+    def side(self) -> Side:
+        """The side of the branch that they are of."""
+        return self.rows.side
+
+    @property
     def num_groups(self) -> int:
         """The number of groups of tiles that have nothing to do with each other."""
-        return self.branch.num_tiles // self.branch.num_blocks
+        return self.side.num_tiles // self.side.num_blocks
 
     def outlined(self) -> "Slots":
         """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
@@ -65,53 +72,61 @@ class Slots(NamedTuple):
 
         None where every slot of every shard has one.
         """
-        branch, offset = self.branch, self.rows.offset[:, None]
+        side, offset = self.side, self.rows.offset[:, None]
         shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
-        tile = np.arange(branch.num_tiles, dtype=np.uint32)[:, None, None, None]
-        chunk = tile // branch.num_blocks * branch.chunks_per_tile
-        chunk = chunk + np.arange(branch.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
-        slot = np.uint32(branch.block_rows) * (tile % branch.num_blocks)  # [I, 1, 1, 1]
-        slots = jnp.arange(branch.block_rows, dtype=jnp.uint32)
-        if branch.is_strided:
+        tile = np.arange(side.num_tiles, dtype=np.uint32)[:, None, None, None]
+        chunk = tile // side.num_blocks * side.chunks_per_tile
+        chunk = chunk + np.arange(side.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
+        slot = np.uint32(side.block_rows) * (tile % side.num_blocks)  # [I, 1, 1, 1]
+        slots = jnp.arange(side.block_rows, dtype=jnp.uint32)
+        if side.is_strided:
             start, end = self._spans(shard, chunk, slot)
-            token = start + (offset + slots * np.uint32(branch.dilation_rate))  # [S, I, C, O, R]
-            is_row = None if branch.is_dense else token < end
+            token = start + (offset + slots * np.uint32(side.step))  # [S, I, C, O, R]
+            is_row = None if side.is_full else token < end
         else:
             # The halves of a shard's slots are whole tiles, each of another shard.
-            shard, slot = branch.origin(shard, slot) if self.is_swapped else (shard, slot)
-            token, is_row = branch.slot_token(shard, chunk, slots + slot, offset)
-        if is_row is not None and branch.num_full_chunks > branch.num_chunks:
-            is_row &= chunk < branch.num_chunks
+            shard, slot = self.branch.origin(shard, slot) if self.is_swapped else (shard, slot)
+            token, is_row = side.slot_token(shard, chunk, slots + slot, offset)
+        if is_row is not None and side.num_full_chunks > side.num_chunks:
+            is_row &= chunk < side.num_chunks
         flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
         return flat(token), None if is_row is None else flat(is_row)
 
     def _spans(self, shard: Any, chunk: Any, slot: Any) -> tuple[Array, Array]:
         """Returns the first token of each tile's blocks, and where their chunks or the tokens end."""
-        branch = self.branch
-        rate, stop = np.uint32(branch.dilation_rate), np.uint32(branch.stop)
+        side = self.side
+        step, stop = np.uint32(side.step), np.uint32(side.stop) if isinstance(side.stop, int) else side.stop
         if not self.is_swapped:
-            begin = shard * np.uint32(branch.shard_length) + branch.first(0, chunk)
-            end = begin + np.uint32(branch.chunk_length)
-            return begin + slot * rate, end if branch.is_dense else jnp.minimum(end, stop)
+            begin = shard * np.uint32(side.shard_length) + side.first(0, chunk)
+            end = begin + np.uint32(side.chunk_length)
+            return begin + slot * step, end if side.is_full else jnp.minimum(end, stop)
         # By a table of the shards and the slots that their two halves are from.
-        holder, first_slot = branch.origin(np.arange(branch.num_shards)[:, None], np.array([0, branch.num_slots // 2]))
-        begin = branch.first(holder)
-        table = np.stack([begin + first_slot * rate, np.minimum(begin + branch.chunk_length, stop)])
-        tiles = branch.num_tiles // 2
+        shards = np.arange(side.num_shards)[:, None]
+        holder, first_slot = self.branch.origin(shards, np.array([0, side.num_slots // 2]))
+        begin = side.first(holder)
+        table = np.stack([begin + first_slot * step, np.minimum(begin + side.chunk_length, stop)])
+        tiles = side.num_tiles // 2
         start, end = jnp.repeat(pick(table.astype(np.uint32), self.shards, axis=1), tiles, axis=2)[
             ..., None, None, None
         ]
-        return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * rate, end
+        return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * step, end
 
-    def labels(self, token: UInt[Array, "J C O R"], nothing: int) -> tuple[Any, tuple[Array, ...]]:
-        """Returns the documents, and the segments of earlier branches: the number `nothing` where one keeps no row."""
-        heads = self.rows.heads
+    def labels(self, token: UInt[Array, "J C O R"], of_keys: bool = False) -> tuple[Any, Any, tuple[Taken, ...]]:
+        """Returns the documents, the residues where chunks mix these, and what earlier branches have taken."""
+        heads, branch = self.rows.heads, self.side.branch
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
-        segments = []
-        for (_, length, rate), offsets in zip(self.branch.earlier, heads.earlier_offsets, strict=True):
-            is_kept = remainder(remainder(token, length), rate) == pick(offsets, heads.classes)[:, None]
-            segments.append(jnp.where(is_kept, (token // length).astype(jnp.int32), nothing)[:, None])
-        return documents, tuple(segments)
+        is_mixed = branch.modulus > 1 and self.side.chunks != "residues"
+        residue = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
+        taken = []
+        for (_, earlier), offsets in zip(self.branch.earlier, heads.earlier_offsets, strict=True):
+            label = first = last = None
+            if earlier.is_by_group or earlier.modulus > 1:
+                is_kept = earlier.keeps(token, pick(offsets, heads.classes)[:, None])
+                label = jnp.where(is_kept, earlier.group(token).astype(jnp.int32), -2 if of_keys else -1)[:, None]
+            if not (of_keys or earlier.is_by_group):
+                first, last = _interval(earlier.seen(token, self.branch.is_causal), self.branch)
+            taken.append(Taken(label, first, last))
+        return documents, residue, tuple(taken)
 
     def of_members(self, is_row: Any, document: Any) -> Bool[Array, "J A C K R"] | None:
         """Returns which rows are of a head that runs the branch, and of a document; None where all are."""
@@ -124,8 +139,8 @@ class Slots(NamedTuple):
         return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-class Side(NamedTuple):
-    """One side of a meeting: the mask of its rows, and the outlines of its tiles."""
+class View(NamedTuple):
+    """What tiles see of one side of a meeting: the mask of its rows, and the outlines of its tiles."""
 
     mask: Any
     outline: Outline
@@ -144,24 +159,24 @@ class Meeting(NamedTuple):
     is_new: Any = True
 
 
-def see_queries(slots: Slots, noise: Noise | None = None) -> Side:
+def see_queries(slots: Slots, noise: Noise | None = None) -> View:
     """Returns the side of queries, whose dropout is drawn from `noise`."""
     mask = _mask_queries(slots, noise)
     outlined = mask if slots.rows.is_whole else _mask_queries(slots.outlined())
     # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
     is_by_batch = slots.documents is not None and slots.rows.is_whole
-    return Side(mask, outline_queries(outlined, slots.num_groups), is_by_batch)
+    return View(mask, outline_queries(outlined, slots.num_groups), is_by_batch)
 
 
-def see_keys(slots: Slots) -> Side:
+def see_keys(slots: Slots) -> View:
     """Returns the side of keys."""
     mask, is_member = _mask_keys(slots), slots.rows.heads.is_member
     outlined = mask if slots.rows.is_whole else _mask_keys(slots.outlined())
-    return Side(mask, outline_keys(outlined, slots.num_groups, True if is_member is None else is_member.all()))
+    return View(mask, outline_keys(outlined, slots.num_groups, True if is_member is None else is_member.all()))
 
 
 def make_mask(meeting: Meeting) -> Mask:
-    """Returns which queries attend to which keys: those of their segment, document, and no earlier branch."""
+    """Returns which queries attend to which keys: those that they see, of their document and of no earlier branch."""
     queries, keys = meeting.queries, meeting.keys
     visits = find_visits(queries.outline, keys.outline, queries.is_by_batch)
     if meeting.is_new is not True:
@@ -172,21 +187,26 @@ def make_mask(meeting: Meeting) -> Mask:
 def _mask_queries(slots: Slots, noise: Noise | None = None) -> QueryMask:
     branch = slots.branch
     token, is_row = slots.tokens()
-    document, segments = slots.labels(token, nothing=-1)
+    document, residue, taken = slots.labels(token)
     is_row = slots.of_members(is_row, document)
     stream = () if noise is None else noise.stream(token)
-    first = token // branch.segment_length * branch.segment_length
-    # Within 32 bits, and within the 31 of positions.
-    last = token if branch.is_causal else jnp.minimum(first + (branch.segment_length - 1), EMPTY[0] - 1)
-    first, last = (array.astype(jnp.int32)[:, None] for array in (first, last))
+    first, last = _interval(slots.side.branch.seen(token, branch.is_causal), branch)
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
     elif branch.is_dense:  # where rows share a tile, they share a segment
         first = None
-    return QueryMask(first, last, document, segments, stream)
+    return QueryMask(first, last, document, residue, taken, stream)
 
 
 def _mask_keys(slots: Slots) -> KeyMask:
     token, is_row = slots.tokens()
-    document, segments = slots.labels(token, nothing=-2)
-    return KeyMask(token.astype(jnp.int32)[:, None], slots.of_members(is_row, document), document, segments)
+    document, residue, taken = slots.labels(token, of_keys=True)
+    position = token.astype(jnp.int32)[:, None]
+    return KeyMask(position, slots.of_members(is_row, document), document, residue, taken)
+
+
+def _interval(positions: tuple[Any, Any], branch: BranchSchedule) -> tuple[Int[Array, "J 1 C O R"], ...]:
+    first, last = positions
+    if not branch.is_causal:  # it may end beyond the 31 bits of positions
+        last = jnp.minimum(last, EMPTY[0] - 1)
+    return first.astype(jnp.int32)[:, None], last.astype(jnp.int32)[:, None]

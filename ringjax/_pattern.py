@@ -10,72 +10,21 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from ringjax._branch import Branch, Segments
+
 Offsets = Literal["interleaved", "blocked", "branch"]
 Merge = Literal["lse", "union"]
 Heads = Literal["all", "grouped"]
 
-# Positions are numbers of int32.
-MAX_POSITIONS = 2**31 - 1
-
 _CHOICES = {"offsets": get_args(Offsets), "merge": get_args(Merge), "heads": get_args(Heads)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """A branch: segments of `length` tokens, in each of which every `rate`-th token attends to every `rate`-th.
-
-    Inside its segment, a head keeps the tokens whose position t satisfies ``(t % length) % rate == offset``, and the
-    kept tokens of one segment attend to each other (LongNet, arXiv 2307.02486, section 3.1 and equation 9).
-
-    Args:
-      length: the segment length w, in tokens; the last segment of a sequence may be short, and w may exceed it.
-      rate: the dilation rate r, at most the length; it need not divide it.
-
-    Raises:
-      ValueError: for a value below 1, or a rate above the length.
-      TypeError: for a length or rate that is no integer.
-
-    Example:
-      >>> Segments(4, rate=2).holds(query=6, key=4, offset=0)
-      True
-    """
-
-    length: int
-    rate: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("length", "rate"):
-            object.__setattr__(self, name, _positive_integer(name, getattr(self, name)))
-        if self.rate > self.length:
-            raise ValueError(
-                f"{self} has a rate above its length: some heads would keep nothing; lower the rate or lengthen the "
-                "segment"
-            )
-
-    def keeps(self, token: Any, offset: Any) -> Any:
-        """Returns whether a head of this offset keeps a token."""
-        return token % self.length % self.rate == offset
-
-    def count(self, query: Any, start: Any, stop: Any, offset: Any, length: int, is_causal: bool = False) -> Any:
-        """Returns how many keys at ``start <= key < stop``, of a sequence of `length`, a query sees in a head."""
-        first = query // self.length * self.length
-        last = query + 1 if is_causal else np.minimum(first + self.length, length)
-        kept = lambda tokens: (np.maximum(tokens - offset, 0) + self.rate - 1) // self.rate
-        count = kept(np.minimum(stop, last) - first) - kept(np.maximum(start, first) - first)
-        return np.maximum(count, 0) * self.keeps(query, offset)
-
-    def holds(self, query: Any, key: Any, offset: Any) -> Any:
-        """Returns whether a head of this offset keeps both tokens, in one segment."""
-        is_one_segment = query // self.length == key // self.length
-        return is_one_segment & self.keeps(query, offset) & self.keeps(key, offset)
 
 
 class Reach(NamedTuple):
     """How far the queries of a pattern see.
 
-    `beyond` is the share of queries, for each key/value head, that see a key beyond their smallest segment;
-    `in_any_head` the share of those that do in one head at least; `num_keys` the mean number of keys that a query of
-    each head sees, as often as branches hold them.
+    `beyond` is the share of queries, for each key/value head, that see a key beyond their smallest branch, where that
+    sees none; `in_any_head` the share of those that do in one head at least; `num_keys` the mean number of keys that a
+    query of each head sees, as often as branches hold them.
     """
 
     beyond: np.ndarray
@@ -88,7 +37,7 @@ class DilatedPattern:
     """A list of branches, which heads run each, and how their pairs are counted.
 
     Args:
-      branches: the branches, see :class:`Segments`.
+      branches: the branches, each a :class:`Segments` or a :class:`Window`.
       offsets: how the key/value heads shift their rows: ``"interleaved"`` (head mod r, the paper), ``"blocked"``
         (head // ceil(heads / r), torchscale), or ``"branch"`` (number of the branch mod r, dilated-attention-pytorch).
         Query heads that share a key/value head share its rows.
@@ -107,7 +56,7 @@ class DilatedPattern:
       array([2, 1, 2, 1, 1, 0, 1, 0])
     """
 
-    branches: Sequence[Segments]
+    branches: Sequence[Branch]
     offsets: Offsets = "interleaved"
     merge: Merge = "lse"
     heads: Heads = "all"
@@ -115,8 +64,11 @@ class DilatedPattern:
     def __post_init__(self) -> None:
         branches = tuple(self.branches) if isinstance(self.branches, Iterable) else (self.branches,)
         for branch in branches:
-            if not isinstance(branch, Segments):
-                raise TypeError(f"pattern has the branch {branch!r}: make each a ringjax.Segments(length, rate)")
+            if not isinstance(branch, Branch):
+                raise TypeError(
+                    f"pattern has the branch {branch!r}: make each a ringjax.Segments(length, rate) or a "
+                    "ringjax.Window(size, rate)"
+                )
         if not branches:
             raise ValueError("pattern has no branches: give at least one, such as ringjax.Segments(2048)")
         object.__setattr__(self, "branches", branches)
@@ -191,12 +143,11 @@ class DilatedPattern:
         """
         query = np.arange(length)
         beyond, num_keys = np.zeros((2, num_kv_heads, length))
-        smallest = min(branch.length for branch in self.branches)
-        own = query // smallest * smallest, query // smallest * smallest + smallest
+        first, last = min(self.branches, key=lambda branch: branch.extent).seen(query)
         for number, branch in enumerate(self.branches):
             for head in self.heads_of(number, num_kv_heads):
-                offset = self.offset(head, branch.rate, num_kv_heads, number)
-                seen = branch.count(query, *own, offset, length, is_causal)
+                offset = self.offset(head, branch.offset_rate, num_kv_heads, number)
+                seen = branch.count(query, first, last + 1, offset, length, is_causal)
                 count = branch.count(query, 0, length, offset, length, is_causal)
                 num_keys[head] += count
                 beyond[head] += count > seen
@@ -212,7 +163,7 @@ class DilatedPattern:
     ) -> np.ndarray:
         """Returns M [K, T, S]: how often the pair of a query t and a key s counts for a head.
 
-        That is the number of branches of the head that keep both, in the same segment; at most one in a union.
+        That is the number of branches of the head in which the query sees the key; at most one in a union.
 
         Args:
           length: the number of queries T.
@@ -226,26 +177,26 @@ class DilatedPattern:
         count = np.zeros((num_kv_heads, len(query), len(key)), dtype=np.int64)
         for number, branch in enumerate(self.branches):
             for head in self.heads_of(number, num_kv_heads):
-                count[head] += branch.holds(query, key, self.offset(head, branch.rate, num_kv_heads, number))
+                count[head] += branch.holds(query, key, self.offset(head, branch.offset_rate, num_kv_heads, number))
         if self.merge == "union":
             count = np.minimum(count, 1)
         return count * (key <= query) if is_causal else count
 
 
 class ReachWarning(UserWarning):
-    """Most queries of a pattern see nothing beyond their smallest segment."""
+    """Most queries of a pattern see nothing beyond their smallest branch."""
 
 
 @functools.lru_cache(maxsize=256)
 def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> None:
-    """Warns, once for each pattern, where fewer than half of the queries see beyond their smallest segment."""
-    lengths = {min(branch.length, length) for branch in pattern.branches}
-    if len(lengths) == 1:  # there is nothing beyond
+    """Warns, once for each pattern, where fewer than half of the queries see beyond their smallest branch."""
+    extents = {min(branch.extent, length) for branch in pattern.branches}
+    if len(extents) == 1:  # there is nothing beyond
         return
     share = pattern.reach(min(length, _MOST_OF_REACH), num_kv_heads).in_any_head
     if share < 0.5:
         warnings.warn(
-            f"{share:.0%} of the queries see beyond their smallest segment, of {min(lengths)} tokens, in any of the "
+            f"{share:.0%} of the queries see beyond their smallest branch, of {min(extents)} tokens, in any of the "
             f"{num_kv_heads} key/value heads: a head keeps one token of each rate, so use rates up to the number of "
             "heads, or more heads",
             ReachWarning,
@@ -270,8 +221,8 @@ def read_pattern(
     if pattern is None and len(given) < 2:
         missing = "pattern" if not given else next(name for name in lists if name not in given)
         raise ValueError(
-            f"{missing} is missing: say which tokens attend with pattern=[ringjax.Segments(length, rate), ...], "
-            "or with segment_lengths= and dilation_rates="
+            f"{missing} is missing: say which tokens attend with pattern=[ringjax.Segments(length, rate), "
+            "ringjax.Window(size), ...], or with segment_lengths= and dilation_rates="
         )
     if pattern is None:
         return DilatedPattern.of_lengths(segment_lengths, dilation_rates, offsets, merge, heads)
@@ -286,16 +237,6 @@ def read_pattern(
                 f"{name}={choice!r} is given beside a pattern that says {getattr(pattern, name)!r}: leave it out"
             )
     return pattern
-
-
-def _positive_integer(name: str, value: Any) -> int:
-    try:
-        result = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} of Segments must be an integer") from None
-    if result < 1:
-        raise ValueError(f"{name}={result} of Segments is below 1: lengths and rates count tokens, from 1 on")
-    return result
 
 
 def _positive_integers(name: str, values: Any) -> tuple[int, ...]:

@@ -77,14 +77,15 @@ class Plan:
         """Returns the rows of queries that this shard keeps."""
         axis_name = self.placement.axis_name
         shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
-        return Rows(branch, shard, self._heads(branch), is_whole=self.placement.is_whole)
+        return Rows(branch, branch.queries, shard, self._heads(branch), is_whole=self.placement.is_whole)
 
     def _heads(self, branch: BranchSchedule) -> Heads:
         """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
         numbers = self.pattern.heads_of(branch.number, self.num_kv_heads)
-        branches = [(branch.number, branch.segment_length, branch.dilation_rate), *branch.earlier]
+        branches = [(branch.number, branch.branch), *branch.earlier]
         offsets = [
-            self.pattern.offset(np.asarray(numbers), rate, self.num_kv_heads, number) for number, _, rate in branches
+            self.pattern.offset(np.asarray(numbers), one.offset_rate, self.num_kv_heads, number)
+            for number, one in branches
         ]
         offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
         own, *earlier = offsets.astype(np.uint32)
@@ -132,6 +133,10 @@ class Plan:
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
         return jax.lax.ppermute(arrays, self.placement.axis_name, branch.permutation(hops))
+
+    def hop(self, branch: BranchSchedule, arrays: Any, hops: int) -> Any:
+        """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
+        return jax.lax.ppermute(arrays, self.placement.axis_name, branch.hop(hops))
 
     def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here: as it will be computed."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ringjax import _dropout
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
+from ringjax._branch import Branch
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._promotion import with_own_promotion
 
 
@@ -27,7 +28,7 @@ def dilated_attention_reference(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     *,
-    pattern: DilatedPattern | Sequence[Segments] | None = None,
+    pattern: DilatedPattern | Sequence[Branch] | None = None,
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     is_causal: bool = False,
@@ -54,7 +55,7 @@ def dilated_attention_reference(
       query: [..., T, N, H], a floating dtype.
       key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
       value: [..., S, K, V].
-      pattern: the branches, a sequence of :class:`Segments`, or a :class:`DilatedPattern`.
+      pattern: the branches, a sequence of :class:`Segments` and :class:`Window`, or a :class:`DilatedPattern`.
       segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether a query sees only keys whose position is not after its own.

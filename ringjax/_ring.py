@@ -1,122 +1,182 @@
-"""The strategy "ring": rows travel around the shards that share a segment, one scan for each direction."""
+"""The strategy "ring": rows travel to the shards that see them, one scan for each direction."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._cost import RowBytes, queries_travel
-from ringjax._meeting import Meeting, Noise, Slots, Tiles
-from ringjax._plan import Plan
-from ringjax._rows import Rows
-from ringjax._schedule import BranchSchedule
+from ringjax._layout import Layout, Operand, Task
+from ringjax._meeting import Meeting, Tiles
+from ringjax._order import after
+from ringjax._schedule import BranchSchedule, Leg
 
 
-def forward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> Any:
-    """Returns the attention of one branch; the queries are where they are computed, the keys where they are kept."""
-    branch = rows.branch
-    implementation = plan.implementation(branch)
-    own = implementation.see_queries(_slots(rows, queries, 0), noise)
+class Addends(NamedTuple):
+    """What one branch adds to gradients: of its queries where computed, of its keys where kept.
 
-    def attend(step: Any, keys: Tiles, partial: Any) -> Any:
-        meeting = _meeting(rows, own, implementation.see_keys(_slots(rows.of_keys(), keys, step)), step)
+    The `halos` are rows of some layout, for the gradient of that number.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    halos: tuple[tuple[int, Layout, Array], ...] = ()
+
+
+def forward(task: Task) -> Any:
+    """Returns the attention of one branch, where it is computed."""
+    branch, implementation, plan = task.branch, task.implementation, task.plan
+    queries = task.take_swapped(task.queries)
+    own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
+
+    def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any = 0, direction: int = 1) -> Any:
+        meeting = _meet(task, own, implementation.see_keys(task.slots(operand, keys, hops, direction)), hops, direction)
         return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
-    def rotate_and_attend(carry: Any, step: Array) -> tuple[Any, None]:
-        keys, partial = carry
-        arriving = plan.rotate(branch, keys)
-        return (arriving, attend(step, keys, partial)), None
+    # What goes furthest comes first: it is on its way while a shard computes with its own keys.
+    halos = [task.send(task.keys, leg) for leg in branch.key_legs if leg.halo]
+    keys = task.take_swapped(task.keys)
+    partial = implementation.start(queries.arrays, keys.arrays.value)
+    legs = [leg for leg in branch.key_legs if leg.rotations]
+    if not legs:
+        partial = attend(partial, task.keys, keys)
+    for number, leg in enumerate(legs):
 
-    carry: Any = (plan.swap(branch, keys), implementation.start(queries.arrays, keys.arrays.value))
-    if branch.ring_size > 1:
-        carry, _ = jax.lax.scan(rotate_and_attend, carry, jnp.arange(branch.ring_size - 1, dtype=jnp.uint32))
-    return attend(branch.ring_size - 1, *carry)
+        def rotate_and_attend(carry: Any, hops: Array, direction: int = leg.direction) -> tuple[Any, None]:
+            keys, partial = carry
+            arriving = plan.hop(branch, keys, direction)
+            return (arriving, attend(partial, task.keys, keys, hops, direction)), None
+
+        # The first leg begins with a shard's own keys.
+        keys_of_leg = after(keys, partial if number else halos)
+        keys_of_leg = plan.hop(branch, keys_of_leg, leg.direction) if number else keys_of_leg
+        hops = jnp.arange(min(number, 1), leg.rotations, dtype=jnp.uint32)
+        (keys_of_leg, partial), _ = jax.lax.scan(rotate_and_attend, (keys_of_leg, partial), hops)
+        partial = attend(partial, task.keys, keys_of_leg, leg.rotations, leg.direction)
+    for leg, halo in zip(branch.key_legs, halos, strict=False):
+        partial = attend(partial, task.keys.of_halo(leg), halo, leg.rotations + 1, leg.direction)
+    return partial
 
 
-def backward(queries: Tiles, keys: Tiles, rows: Rows, noise: Noise | None, plan: Plan) -> tuple[Array, Array, Array]:
-    """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
-    branch = rows.branch
-    implementation = plan.implementation(branch)
-    keys = plan.swap(branch, keys)
-    start = functools.partial(implementation.start_gradients, queries.arrays, keys.arrays)
-    see_queries = lambda queries, step: implementation.see_queries(_slots(rows, queries, step), noise)
-    see_keys = lambda keys, step: implementation.see_keys(_slots(rows.of_keys(), keys, step))
-    grads = start()
+def backward(task: Task) -> Addends:
+    """Returns what one branch adds to the gradients of its queries and of its keys."""
+    branch, implementation, plan = task.branch, task.implementation, task.plan
+    queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
+    see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
+    see_keys = lambda *where: implementation.see_keys(task.slots(*where))
+    grads = implementation.start_gradients(queries.arrays, keys.arrays)
     do_queries_travel = queries_travel(branch, _row_bytes(queries, keys, grads, branch))
-    own = see_keys(keys, 0) if do_queries_travel else see_queries(queries, 0)
+    own = see_keys(task.keys, keys) if do_queries_travel else see_queries(task.queries, queries)
 
-    def visit_keys(step: Any, queries: Tiles, keys_grad: Any) -> tuple[Any, Any]:
-        grads = start(step, key=keys_grad[0], value=keys_grad[1])
-        meeting = _meeting(rows, see_queries(queries, step), own, step)
+    def visit_keys(keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, hops, key=keys_grad[0], value=keys_grad[1])
+        meeting = _meet(task, see_queries(operand, queries, hops, direction), own, hops, direction)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
-    def visit_queries(step: Any, keys: Tiles, query_grad: Array) -> tuple[Any, Any]:
-        grads = start(step, query=query_grad)
-        meeting = _meeting(rows, own, see_keys(keys, step), step)
+    def visit_queries(query_grad: Array, operand: Operand, keys: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, hops, query=query_grad)
+        meeting = _meet(task, own, see_keys(operand, keys, hops, direction), hops, direction)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
     if do_queries_travel:
-        query_grad, keys_grad = _travel(visit_keys, queries, tuple(grads[1:]), plan, branch)
+        sent = _travel(task, task.queries, queries, branch.query_legs, visit_keys, tuple(grads[1:]))
+        grads = type(grads)(sent.own, *sent.resident)
+        halos = [(leg, grads._replace(query=halo)) for leg, halo in sent.halos]
     else:
-        keys_grad, query_grad = _travel(visit_queries, keys, grads.query, plan, branch)
-    query_grad, *keys_grad = implementation.finish_gradients(type(grads)(query_grad, *keys_grad), plan.weighting)
-    return query_grad, *plan.swap_back(branch, tuple(keys_grad))
+        sent = _travel(task, task.keys, keys, branch.key_legs, visit_queries, grads.query)
+        grads = type(grads)(sent.resident, *sent.own)
+        halos = [(leg, grads._replace(key=halo[0], value=halo[1])) for leg, halo in sent.halos]
+    query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
+    returned = []
+    for leg, halo in halos:
+        finished = implementation.finish_gradients(halo, plan.weighting)
+        operands = [(0, task.queries)] if do_queries_travel else [(1, task.keys), (2, task.keys)]
+        for number, operand in operands:
+            layout = operand.layout.of_halo(leg)
+            rows = plan.hop(branch, layout.take_back(finished[number]), -leg.halo_hops)
+            returned.append((number, layout, rows))
+    key_grad, value_grad = plan.swap_back(branch, tuple(keys_grad))
+    return Addends(query_grad, key_grad, value_grad, tuple(returned))
 
 
-def _slots(rows: Rows, tiles: Tiles, rotations: Any) -> Slots:
-    """The slots of tiles that have made so many rotations."""
-    branch = rows.branch
-    shard = branch.source(rows.shard.astype(jnp.uint32), rotations)
-    return Slots(rows, shard[None], branch.is_balanced, tiles.documents)
-
-
-def _meeting(rows: Rows, queries: Any, keys: Any, step: Any) -> Meeting:
-    return Meeting(rows.branch, queries, keys, rows.branch.is_new(rows.shard, step))
+def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
+    shard = task.queries.layout.rows.shard.astype(jnp.uint32)
+    return Meeting(task.branch, queries, keys, task.branch.is_new(shard, hops, direction))
 
 
 def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) -> RowBytes:
     count = lambda tree: sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
     return RowBytes(
-        queries=count(queries) // branch.num_slots,
-        keys=count(keys) // branch.of_keys.num_slots,
-        query_grad=count(grads.query) // branch.num_slots,
-        keys_grad=count(tuple(grads[1:])) // branch.of_keys.num_slots,
+        queries=count(queries) // branch.queries.num_slots,
+        keys=count(keys) // branch.keys.num_slots,
+        query_grad=count(grads.query) // branch.queries.num_slots,
+        keys_grad=count(tuple(grads[1:])) // branch.keys.num_slots,
     )
 
 
-def _travel(visit: Callable[..., Any], own: Any, resident_grad: Any, plan: Plan, branch: BranchSchedule) -> Any:
-    """Sends every shard's arrays around its ring, and returns the gradients of the travelling and the resident arrays.
+class _Sent(NamedTuple):
+    """The gradients of arrays that stayed, of those that travelled, and of the halos where these arrived."""
 
-    `visit(step, arrays, resident_grad)` gives what one meeting contributes to the gradient of the travelling arrays,
-    and adds the rest to the other. What a shard contributes to the gradient of its own arrays stays there: size - 1
-    permutes of the arrays and as many of their gradient. Each is issued before the computation of a step and not needed
-    until after it, so that the two can overlap.
+    resident: Any
+    own: Any
+    halos: list[tuple[Leg, Any]]
+
+
+def _travel(
+    task: Task, operand: Operand, tiles: Tiles, legs: tuple[Leg, ...], visit: Callable[..., Any], resident_grad: Any
+) -> _Sent:
+    """Sends an operand's rows on their ways, and returns all gradients.
+
+    `visit(resident_grad, operand, tiles, hops, direction)` gives what one meeting contributes to the gradient of the
+    travelling arrays, and adds the rest to the other. What a shard contributes to the gradient of its own arrays stays
+    there: as many permutes of the gradient as of the arrays. Each is issued before the computation of a step and not
+    needed until after it, so that the two can overlap.
     """
-    size = branch.ring_size
-    own_grad, resident_grad = visit(0, own, resident_grad)
-    if size == 1:
-        return own_grad, resident_grad
+    arrived = [(leg, task.send(operand, leg)) for leg in legs if leg.halo]
+    own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
+    earlier = [halo for _, halo in arrived]
+    for leg in legs:
+        if leg.rotations:
+            visit_own = functools.partial(visit, direction=leg.direction)
+            grad, resident_grad = _rotate(task, operand, leg, after(tiles, earlier), visit_own, resident_grad)
+            own_grad = earlier = _add(own_grad, grad)
+    halos = []
+    for leg, halo in arrived:
+        grad, resident_grad = visit(resident_grad, operand.of_halo(leg), halo, leg.rotations + 1, leg.direction)
+        halos.append((leg, grad))
+    return _Sent(resident_grad, own_grad, halos)
 
-    def rotate_and_visit(carry: Any, step: Any) -> tuple[Any, None]:
+
+def _rotate(
+    task: Task, operand: Operand, leg: Leg, own: Tiles, visit: Callable[..., Any], resident_grad: Any
+) -> tuple[Any, Any]:
+    """Rotates tiles and the sums of their gradients, and brings these back."""
+    size, direction = leg.rotations, leg.direction
+    hop = functools.partial(task.plan.hop, task.branch, hops=direction)
+    # Sums go round the ends, where their tiles do not: else they would not come back.
+    rotate = functools.partial(task.plan.rotate, task.branch)
+
+    def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
         arrays, grad, resident_grad = carry
-        arriving, grad = plan.rotate(branch, arrays), plan.rotate(branch, grad)
-        addend, resident_grad = visit(step, arrays, resident_grad)
+        arriving, grad = hop(arrays), rotate(grad, direction)
+        addend, resident_grad = visit(resident_grad, operand, arrays, hops)
         return (arriving, _add(grad, addend), resident_grad), None
 
-    arrays = plan.rotate(branch, own)
-    grad, resident_grad = visit(1, arrays, resident_grad)
-    if size > 2:
-        carry = (plan.rotate(branch, arrays), grad, resident_grad)
-        carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size - 1, dtype=jnp.uint32))
+    arrays = hop(own)
+    grad, resident_grad = visit(resident_grad, operand, arrays, 1)
+    if size > 1:
+        carry = (hop(arrays), grad, resident_grad)
+        carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size, dtype=jnp.uint32))
         arrays, grad, resident_grad = carry
-        addend, resident_grad = visit(size - 1, arrays, resident_grad)
-        grad = _add(plan.rotate(branch, grad), addend)
-    return _add(own_grad, plan.rotate(branch, grad, hops=1 - size)), resident_grad
+        addend, resident_grad = visit(resident_grad, operand, arrays, size)
+        grad = _add(rotate(grad, direction), addend)
+    return rotate(grad, -direction * size), resident_grad
 
 
 def _add(some: Any, others: Any) -> Any:

@@ -1,7 +1,7 @@
 """The rows of a branch: from a shard's tokens to the slots of its schedule, and back.
 
-B batch, n tokens of the shard, m slots of all its chunks, K key/value heads that run the branch, O those of them that
-are told apart: 1 where all are of one class, else K.
+B batch, n tokens of the shard, m slots of all its chunks, M with those of full tiles, K key/value heads that run the
+branch, O those of them that are told apart: 1 where all are of one class, else K.
 """
 
 import functools
@@ -15,6 +15,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Int, Integer, Shaped, UInt
 
 from ringjax._schedule import BranchSchedule
+from ringjax._side import Side
 
 Combine = Callable[[Array, Array], Array]
 
@@ -52,12 +53,13 @@ class Heads(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows that the heads of one shard keep in one branch.
+    """The rows that the heads of one shard keep on one side of a branch.
 
     `is_whole` says that no axis of the mesh cuts the shard's batches and heads further, as the compiler chooses.
     """
 
     branch: BranchSchedule
+    side: Side
     shard: Int[Array, ""]
     heads: Heads
     is_whole: bool = False
@@ -69,7 +71,7 @@ class Rows(NamedTuple):
 
     def of_keys(self) -> "Rows":
         """Returns the rows of keys."""
-        return self._replace(branch=self.branch.of_keys)
+        return self._replace(side=self.branch.keys)
 
     def of_classes(self) -> "Rows":
         """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
@@ -79,20 +81,21 @@ class Rows(NamedTuple):
 
     def of_group(self, group: Any) -> "Rows":
         """Returns the rows of one of the groups of the shard."""
-        return self._replace(branch=self.branch.of_group(), shard=self.shard * self.branch.num_groups + group)
+        shard = self.shard * self.side.num_groups + group
+        return self._replace(branch=self.branch.of_group(), side=self.side.of_group(), shard=shard)
 
     def take(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m K D"]:
         """Takes the kept rows of the shard's tokens; empty slots are junk."""
-        branch = self.branch
-        slots = branch.num_blocks * branch.block_rows
-        if branch.is_strided:
-            rows = self._take_one(self._split(tokens))  # [B, chunks * rows, K, ..., H]
-        else:
-            shard, chunk, slot = self.shard.astype(jnp.uint32), naturals(branch.num_chunks), naturals(slots)[:, None]
-            token, is_row = branch.slot_token(shard, chunk[:, None, None], slot, self.offset)
-            index = jnp.where(is_row, token - branch.first(shard), 0)  # [chunks, slots, O]
-            rows = _take(tokens, rearrange(index, "c s O -> (c s) O"))
-        return _resize(rows, branch.num_chunks, branch.num_full_chunks, slots)
+        side = self.side
+        tokens = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
+        if side.chunks == "residues":
+            return rearrange(tokens, "B (m r) ... -> B (r m) ...", r=side.step)
+        if side.is_strided:
+            return self._take_one(self._split(tokens))
+        shard, chunk, slot = self.shard.astype(jnp.uint32), naturals(side.num_chunks), naturals(side.num_rows)[:, None]
+        token, is_row = side.slot_token(shard, chunk[:, None, None], slot, self.offset)
+        index = jnp.where(is_row, token - side.first(shard), 0)  # [chunks, slots, O]
+        return _take(tokens, rearrange(index, "c s O -> (c s) O"))
 
     def put(
         self,
@@ -101,23 +104,43 @@ class Rows(NamedTuple):
         combine: Combine = lambda token, row: row,
     ) -> Shaped[Array, "B n K D"]:
         """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
-        branch = self.branch
-        if branch.is_strided:
-            rows = _resize(rows, branch.num_full_chunks, branch.num_chunks, branch.num_rows)
+        side = self.side
+        if side.span < tokens.shape[1]:
+            part = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
+            part = self._put_among(part, rows, combine)
+            return jax.lax.dynamic_update_slice_in_dim(tokens, part, side.begin, axis=1)
+        return self._put_among(tokens, rows, combine)
+
+    def _put_among(self, tokens: Array, rows: Array, combine: Combine) -> Array:
+        side = self.side
+        if side.chunks == "residues":
+            return combine(tokens, rearrange(rows, "B (r m) ... -> B (m r) ...", r=side.step))
+        if side.is_strided:
             return self._put_one(self._split(tokens), rows, combine).reshape(tokens.shape)
         shard = self.shard.astype(jnp.uint32)
-        token = branch.first(shard) + naturals(branch.shard_length)[:, None]  # [n, 1]
-        chunk, slot = branch.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
-        is_kept = branch.is_kept(token, self.offset)  # [n, O]
-        index = jnp.where(is_kept, chunk * (branch.num_blocks * branch.block_rows) + slot, 0)
+        token = side.first(shard) + naturals(side.span)[:, None]  # [n, 1]
+        chunk, slot = side.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
+        is_kept = side.is_kept(token, self.offset)  # [n, O]
+        index = jnp.where(is_kept, chunk * side.num_rows + slot, 0)
         return jnp.where(is_kept[..., None], combine(tokens, _take(rows, index)), tokens)
+
+    def pad(self, rows: Shaped[Array, "B m K D"]) -> Shaped[Array, "B M K D"]:
+        """Adds the empty slots that fill tiles."""
+        side = self.side
+        slots = side.num_blocks * side.block_rows
+        return _resize(rows, side.num_chunks, side.num_full_chunks, slots)
+
+    def unpad(self, rows: Shaped[Array, "B M K D"]) -> Shaped[Array, "B m K D"]:
+        """Undoes `pad`."""
+        side = self.side
+        return _resize(rows, side.num_full_chunks, side.num_chunks, side.num_rows)
 
     def spread(self, rows: Shaped[Array, "B m K D"], fill: float) -> Shaped[Array, "B n K D"]:
         """Returns tokens with the rows of a dense branch in their places, and `fill` elsewhere.
 
         Selected, so that what is made of it reads each row once and keeps no tokens.
         """
-        split = jnp.where(_is_offset(self.branch.dilation_rate, self.offset), rows[:, :, None], fill)
+        split = jnp.where(_is_offset(self.side.step, self.offset), rows[:, :, None], fill)
         return rearrange(split, "B m r K D -> B (m r) K D")
 
     def _take_one(self, split: Shaped[Array, "B m r K D"]) -> Shaped[Array, "B m K D"]:
@@ -138,7 +161,7 @@ class Rows(NamedTuple):
         return jax.lax.platform_dependent(split, rows, **ways)
 
     def _split(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m r K D"]:
-        return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.branch.dilation_rate)
+        return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.side.step)
 
 
 def _resize(rows: Shaped[Array, "B m K D"], chunks: int, new_chunks: int, slots: int) -> Shaped[Array, "B M K D"]:

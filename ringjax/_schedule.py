@@ -1,4 +1,4 @@
-"""The schedule: which rows each shard keeps, which shards form a ring, and where rows are computed, in integers alone.
+"""The schedule of a branch: which shards' rows meet, on which way they travel, and how work is balanced, in integers.
 
 Every function here uses arithmetic operators only, so that the same line serves Python integers, NumPy arrays (the
 tests) and traced JAX integers (the shard's own number inside shard_map).
@@ -7,69 +7,94 @@ tests) and traced JAX integers (the shard's own number inside shard_map).
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from ringjax._pattern import MAX_POSITIONS, DilatedPattern
+from ringjax._branch import MAX_POSITIONS, Branch, remainder
+from ringjax._pattern import DilatedPattern
+from ringjax._side import Side
 
 MAX_BLOCK_ROWS = 512
 
 
-def remainder(number: Any, divisor: Any) -> Any:
-    """Returns what is left of a number that is not negative; jax's own operator is a dozen operations."""
-    return number - number // divisor * divisor
+class Leg(NamedTuple):
+    """A way that rows go: to later shards (`direction` 1) or to earlier ones (-1), one after the other.
+
+    All rows of a shard make so many `rotations` by one shard. Behind these, the `halo` is the number of the shard's
+    tokens, the last ones or the first, whose rows the next shard still needs: they go there in one hop.
+    """
+
+    direction: Literal[1, -1]
+    rotations: int
+    halo: int = 0
+
+    @property
+    def halo_hops(self) -> int:
+        """The distance of the shard that gets the halo, signed."""
+        return self.direction * (self.rotations + 1)
+
+    def of_halo(self, side: Side) -> Side:
+        """Returns the rows of the halo."""
+        return side.part(side.shard_length - self.halo if self.direction > 0 else 0, self.halo)
+
+    def num_rows(self, side: Side) -> int:
+        """Returns the number of rows that a shard sends."""
+        halo = self.of_halo(side)
+        return self.rotations * side.num_slots + (halo.num_chunks * halo.num_rows if self.halo else 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchSchedule:
-    """One branch of a pattern on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
+    """One branch of a pattern on shards of `queries` and of `keys`, whose rows meet on their ways.
 
-    Tokens are named by their positions, from `first_token` on. Where the keys lie otherwise than the queries, this is
-    the queries' schedule, and `other_keys` the keys'. In a union, pairs of the `earlier` branches are left out: their
-    numbers, segment lengths and rates.
+    Rotations go round rings of `ring_size` consecutive shards; the last ring may be shorter. Either rings are closed,
+    and one leg brings each of its shards the rows of all others, or the legs bring what is seen of the neighbours.
+    `is_general` says that queries and keys lie differently: then all shards form one ring.
 
-    The tokens of a shard are cut into chunks: its segments, where the segments lie inside shards, else the whole shard.
-    Each chunk holds `num_rows` slots for the rows that a head keeps; a slot without a row is masked. Chunks attend to
-    themselves and, in a ring, to the chunks of the other shards that share a segment with them.
-
-    Where `is_moving`, the first token is known only when the program runs: see `at`.
+    In a union, pairs of the `earlier` branches are left out: their numbers and themselves.
     """
 
-    segment_length: int
-    dilation_rate: int
-    length: int
-    shard_length: int
-    num_shards: int
+    branch: Branch
+    number: int
+    queries: Side
+    keys: Side
+    key_legs: tuple[Leg, ...] = ()
+    query_legs: tuple[Leg, ...] = ()
+    ring_size: int = 1
     is_causal: bool = False
-    max_block_rows: int = MAX_BLOCK_ROWS
-    implementation: str = "xla"
-    number: int = 0
-    first_token: Any = 0
-    earlier: tuple[tuple[int, int, int], ...] = ()
     is_general: bool = False
-    is_moving: bool = False
-    other_keys: "BranchSchedule | None" = None
+    earlier: tuple[tuple[int, Branch], ...] = ()
+    implementation: str = "xla"
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of the sequence."""
+        return self.queries.num_shards
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels."""
+        return not self.key_legs
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether rows go all the way round their ring."""
+        return not any(leg.halo for leg in self.key_legs)
 
     def at(self, first_token: Any) -> "BranchSchedule":
-        """Returns the schedule with this first token, a traced one too: no shape depends on it where it `is_moving`."""
-        return dataclasses.replace(self, first_token=first_token) if self.is_moving else self
+        """Returns the schedule of queries that begin at this position, where that was not known."""
+        return dataclasses.replace(self, queries=self.queries.at(first_token))
 
-    @property
-    def of_keys(self) -> "BranchSchedule":
-        """The schedule of the keys."""
-        return self.other_keys or self
+    def of_group(self) -> "BranchSchedule":
+        """Returns the schedule in which each group of each shard is a shard of its own."""
+        return dataclasses.replace(self, queries=self.queries.of_group(), keys=self.keys.of_group())
 
-    # Where queries and keys lie differently, all shards form one ring, and each is one chunk.
+    def in_whole_chunks(self, implementation: str) -> "BranchSchedule":
+        """Returns the schedule of an implementation that computes whole chunks, one to a tile."""
+        whole = lambda side: dataclasses.replace(side, max_block_rows=side.length)
+        sides = {"queries": whole(self.queries), "keys": whole(self.keys)}
+        return dataclasses.replace(self, **sides, implementation=implementation)
 
-    # Rings: shards between two boundaries that are boundaries of segments as well share nothing with the others.
-
-    @property
-    def ring_size(self) -> int:
-        """The number of consecutive shards that form a ring, g; the last ring may be shorter."""
-        return (
-            self.num_shards
-            if self.is_general
-            else min(self.num_shards, math.lcm(self.segment_length, self.shard_length) // self.shard_length)
-        )
+    # Ways: where rows are after some rotations.
 
     def ring(self, shard: Any) -> tuple[Any, Any]:
         """Returns the first shard and the number of shards of the ring that a shard belongs to."""
@@ -79,20 +104,35 @@ class BranchSchedule:
         in_short_ring = shard // (self.num_shards - rest) if rest else 0
         return shard // self.ring_size * self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
 
-    def source(self, shard: Any, step: Any) -> Any:
-        """Returns the shard whose rows are at `shard` after `step` rotations."""
-        if isinstance(step, int) and step == 0:
+    def source(self, shard: Any, hops: Any, direction: int = 1) -> Any:
+        """Returns the shard whose rows are at `shard` after so many rotations in this direction."""
+        if isinstance(hops, int) and hops == 0:
             return shard
         first, size = self.ring(shard)
-        return first + remainder(shard - first + self.ring_size * size - step, size)
+        back = self.ring_size * size - hops if direction > 0 else hops  # not below zero
+        return first + remainder(shard - first + back, size)
 
-    def is_new(self, shard: Any, step: Any) -> Any:
-        """Returns whether the rows that are at `shard` after `step` rotations are there for the first time."""
-        return True if self.num_shards % self.ring_size == 0 else step < self.ring(shard)[1]
+    def is_new(self, shard: Any, hops: Any, direction: int = 1) -> Any:
+        """Returns whether the rows that are at `shard` after so many rotations are there for the first time.
+
+        Those of open rings are not where they came round from the other end.
+        """
+        if isinstance(hops, int) and hops == 0:
+            return True
+        if self.is_closed and self.num_shards % self.ring_size == 0:
+            return True
+        if self.is_closed:
+            return hops < self.ring(shard)[1]
+        first, size = self.ring(shard)
+        return shard >= first + hops if direction > 0 else shard + hops < first + size
 
     def permutation(self, hops: int) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that move every shard's rows by `hops` shards along its ring."""
-        return tuple((self.source(shard, hops), shard) for shard in range(self.num_shards))
+        return tuple((self.source(shard, *_way(hops)), shard) for shard in range(self.num_shards))
+
+    def hop(self, hops: int) -> tuple[tuple[int, int], ...]:
+        """Returns those pairs of `permutation` that do not lead round the end of a ring."""
+        return tuple(pair for pair in self.permutation(hops) if self.is_new(pair[1], *_way(hops)))
 
     @property
     def gather_size(self) -> int:
@@ -105,157 +145,17 @@ class BranchSchedule:
         size = self.gather_size
         return [list(range(first, first + size)) for first in range(0, self.num_shards, size)]
 
-    # Rows: the kept tokens of an offset are numbered through the whole sequence. The rank of a token counts the kept
-    # tokens before it, which makes both directions arithmetic, whatever the geometry.
-
-    def rank(self, token: Any, offset: Any) -> Any:
-        """Returns the number of tokens before `token` that a head of this offset keeps."""
-        return (token // self.segment_length) * self.kept(self.segment_length, offset) + self.kept(
-            remainder(token, self.segment_length), offset
-        )
-
-    def token(self, rank: Any, offset: Any) -> Any:
-        """Returns the kept token of the given rank."""
-        kept = self.kept(self.segment_length, offset)
-        return (rank // kept) * self.segment_length + offset + remainder(rank, kept) * self.dilation_rate
-
-    def is_kept(self, token: Any, offset: Any) -> Any:
-        """Returns whether a head of this offset keeps the token."""
-        in_segment = remainder(token, self.segment_length)
-        return (remainder(in_segment, self.dilation_rate) == offset) & (token < self.stop)
-
-    def first(self, shard: Any, chunk: Any = 0) -> Any:
-        """Returns the position at which a shard's chunk begins."""
-        return self.first_token + (shard * self.num_chunks + chunk) * self.chunk_length
-
     @property
-    def stop(self) -> Any:
-        """The position after the last token."""
-        return self.first_token + self.length
-
-    def kept(self, tokens: Any, offset: Any) -> Any:
-        """Returns the number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
-        return (tokens + self.dilation_rate - 1 - offset) // self.dilation_rate
-
-    # Chunks and slots.
-
-    @property
-    def chunk_length(self) -> int:
-        """The number of tokens of a chunk."""
-        is_cut = self.ring_size == 1 and not self.is_general
-        return min(self.segment_length, self.shard_length) if is_cut else self.shard_length
-
-    @property
-    def num_chunks(self) -> int:
-        """The number of chunks of a shard."""
-        return -(-self.shard_length // self.chunk_length)
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """The number of slots of a chunk: the most rows that any head keeps of any chunk."""
-        if self.is_moving:
-            return self._most_kept(self.chunk_length)
-        chunks = range(math.lcm(self.segment_length, self.chunk_length) // self.chunk_length)
-        chunks = chunks[: self.num_shards * self.num_chunks]
-        starts = [self.first(0, chunk) for chunk in chunks]
-        # An offset beyond the first chunk keeps one row at most, as offset 0 does of one that begins at 0.
-        offsets = self.dilation_rate if self.first_token else min(self.dilation_rate, self.chunk_length + 1)
-        return max(
-            self.rank(start + self.chunk_length, offset) - self.rank(start, offset)
-            for start in starts
-            for offset in range(offsets)
-        )
-
-    def _most_kept(self, tokens: int) -> int:
-        """Returns a bound of the rows that any head keeps of so many tokens, wherever they begin."""
-        segments, rest = divmod(tokens, self.segment_length)
-        # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
-        of_rest = rest if rest < 2 else (rest - 2) // self.dilation_rate + 2
-        is_one_segment = tokens <= self.segment_length and self.segment_length >= MAX_POSITIONS
-        return self.kept(tokens, 0) if is_one_segment else segments * self.kept(self.segment_length, 0) + of_rest
-
-    def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
-        """Returns the token in a slot of a shard's chunk, and whether there is one."""
-        start = self.first(shard, chunk)
-        if self.is_strided:
-            token = start + offset + slot * self.dilation_rate
-        else:
-            token = self.token(self.rank(start, offset) + slot, offset)
-        return token, (token < start + self.chunk_length) & (token < self.stop)
-
-    def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
-        """Returns the chunk and the slot of a kept token of the shard."""
-        chunk = (token - self.first_token - shard * self.shard_length) // self.chunk_length
-        return chunk, self.rank(token, offset) - self.rank(self.first(shard, chunk), offset)
-
-    # Tiles: a chunk's slots are computed in blocks; short chunks share a tile.
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks of a chunk: even where its halves go to different shards."""
-        halves = 2 if self.is_balanced else 1
-        return halves * -(-self.num_rows // (halves * self.max_block_rows))
-
-    @property
-    def block_rows(self) -> int:
-        """The number of slots of a block."""
-        return -(-self.num_rows // self.num_blocks)
-
-    @functools.cached_property
-    def chunks_per_tile(self) -> int:
-        """The number of chunks that one tile computes side by side.
-
-        A divisor of the number of chunks, if there is one that fills half of a tile; else the last tile is not full.
-        """
-        most = min(max(1, self.max_block_rows // self.block_rows), self.num_chunks)
-        divisor = max(count for count in range(1, most + 1) if self.num_chunks % count == 0)
-        num_tiles = -(-self.num_chunks // most)
-        return divisor if 2 * divisor >= most else -(-self.num_chunks // num_tiles)
-
-    @property
-    def num_full_chunks(self) -> int:
-        """The number of chunks that full tiles have: those beyond the chunks of a shard hold no rows."""
-        return -(-self.num_chunks // self.chunks_per_tile) * self.chunks_per_tile
-
-    @property
-    def num_tiles(self) -> int:
-        """The number of tiles of a shard."""
-        return self.num_full_chunks // self.chunks_per_tile * self.num_blocks
-
-    @property
-    def num_groups(self) -> int:
-        """The number of equal parts of a shard that have nothing to do with each other: the chunks of one tile each."""
-        is_exact = self.num_full_chunks * self.chunk_length == self.shard_length
-        return self.num_chunks // self.chunks_per_tile if is_exact else 1
-
-    def of_group(self) -> "BranchSchedule":
-        """Returns the schedule in which each group of each shard is a shard of its own."""
-        length, shards = self.shard_length // self.num_groups, self.num_shards * self.num_groups
-        return dataclasses.replace(self, shard_length=length, num_shards=shards)
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots of a shard."""
-        return self.num_tiles * self.chunks_per_tile * self.block_rows
-
-    @property
-    def is_strided(self) -> bool:
-        """Whether every head keeps one token, its offset, of each `dilation_rate` tokens of a shard, and no other."""
-        return (
-            not self.is_moving
-            and self.num_chunks * self.chunk_length == self.shard_length
-            and self.chunk_length % self.dilation_rate == 0
-            and self.first_token % self.dilation_rate == 0
-            and (self._is_one_segment or (self.ring_size == 1 and not self.is_general))
-        )
+    def is_one_segment(self) -> bool:
+        """Whether the rows of each ring, or else of each chunk, all see each other."""
+        if self.is_local:
+            return self.queries.chunks == "segments"
+        return self.is_closed and self.queries.is_in_one_segment and not self.is_general
 
     @property
     def is_dense(self) -> bool:
-        """Whether every slot holds a row, and rows of one chunk, or of two shards of a ring, all share a segment."""
-        is_full = (
-            self.num_slots == self.num_chunks * self.num_rows and self.num_shards * self.shard_length == self.length
-        )
-        return is_full and self.is_strided
+        """Whether every slot holds a row, and rows that meet all share a segment."""
+        return self.queries.is_full and self.is_one_segment
 
     # Balance: in a causal ring a later shard has more keys to see, in each step all or nothing. So each shard cuts its
     # slots in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 - j. It
@@ -264,13 +164,9 @@ class BranchSchedule:
     # halves, in the first one whole half and two triangles.
 
     @property
-    def _is_one_segment(self) -> bool:
-        return not self.is_moving and self.segment_length >= self.first_token + self.ring_size * self.shard_length
-
-    @property
     def is_balanced(self) -> bool:
         """Whether shards swap halves to compute."""
-        return self.is_causal and self.ring_size > 1 and self._is_one_segment and not self.is_general
+        return self.queries.halves > 1
 
     def partner(self, shard: Any) -> Any:
         """Returns the shard with which a shard swaps the second half of its slots."""
@@ -286,13 +182,17 @@ class BranchSchedule:
         """Returns the shard and the slot that hold what `shard` computes in `slot`."""
         if not self.is_balanced:
             return shard, slot
-        half = self.num_slots // 2
+        half = self.queries.num_slots // 2
         is_swapped = (slot >= half) != self.is_late(shard)
         return shard + is_swapped * (self.partner(shard) - shard), remainder(slot, half) + is_swapped * half
 
     def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""
         return tuple((shard, self.partner(shard)) for shard in range(self.num_shards))
+
+
+def _way(hops: int) -> tuple[int, int]:
+    return abs(hops), 1 if hops > 0 else -1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -316,33 +216,75 @@ def make_schedule(
     is_moving = query_offset is None
     if query_offset is None:  # as far as the last position: what holds there holds everywhere
         query_offset = MAX_POSITIONS - num_shards * shard_length
-    is_general = query_offset > 0 or length != key_length
     is_union = pattern.merge == "union" and pattern.heads == "all"
     # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
     stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
     end = max(query_offset + length, key_length)
     most = max(stop, num_kv_heads, len(pattern.branches))
-    branches: list[BranchSchedule] = []
-    for number, segments in enumerate(pattern.branches):
-        rate = min(segments.rate, most)
-        branch = BranchSchedule(
-            segment_length=max(stop, rate) if segments.length >= end else segments.length,
-            dilation_rate=rate,
-            length=length,
-            shard_length=shard_length,
-            num_shards=num_shards,
-            is_causal=is_causal,
-            max_block_rows=max_block_rows,
-            number=number,
-            first_token=0 if is_moving else query_offset,
-            earlier=tuple((one.number, one.segment_length, one.dilation_rate) for one in branches if is_union),
-            is_general=is_general,
-            is_moving=is_moving,
-        )
-        if is_general:
-            keys = dataclasses.replace(
-                branch, length=key_length, shard_length=key_shard_length, first_token=0, is_moving=False
-            )
-            branch = dataclasses.replace(branch, other_keys=keys)
-        branches.append(branch)
-    return tuple(branches)
+    branches = [branch.within(stop, end, most) for branch in pattern.branches]
+    is_general = query_offset > 0 or length != key_length
+
+    def schedule(number: int, branch: Branch) -> BranchSchedule:
+        sides = functools.partial(Side, branch, num_shards=num_shards, max_block_rows=max_block_rows)
+        keys = sides(key_length, key_shard_length, span=key_shard_length)
+        first_token = 0 if is_moving else query_offset
+        queries = sides(length, shard_length, span=shard_length, first_token=first_token, is_moving=is_moving)
+        earlier = tuple(enumerate(branches[:number])) if is_union else ()
+        one = BranchSchedule(branch, number, queries, keys, is_causal=is_causal, is_general=is_general, earlier=earlier)
+        return _lay_ways(one)
+
+    return tuple(schedule(number, branch) for number, branch in enumerate(branches))
+
+
+def _lay_ways(one: BranchSchedule) -> BranchSchedule:
+    """Returns the schedule with its rings, legs and chunks."""
+    side, branch, num_shards = one.queries, one.branch, one.num_shards
+    if one.is_general:
+        ring = (Leg(1, num_shards - 1),) if num_shards > 1 else ()
+        return dataclasses.replace(one, ring_size=num_shards, key_legs=ring, query_legs=ring)
+    period = branch.period or num_shards * side.shard_length
+    # Shards between two boundaries that are boundaries of segments as well share nothing with the others.
+    ring_size = min(num_shards, math.lcm(period, side.shard_length) // side.shard_length)
+    back, ahead = _seen_across(branch, side)
+    key_legs, query_legs = _legs(1, back, side), _legs(-1, ahead, side)
+    if not one.is_causal:
+        key_legs = query_legs = key_legs + query_legs
+    # By bytes, then by messages; rows of segments that fill shards are seen all round their ring.
+    of_ring = (ring_size - 1) * side.shard_length, ring_size - 1
+    of_legs = back + (0 if one.is_causal else ahead), sum(leg.rotations + 1 for leg in key_legs)
+    if not key_legs:
+        ring_size = 1
+    elif side.is_in_one_segment or of_ring < of_legs:
+        key_legs = query_legs = (Leg(1, ring_size - 1),)
+    one = dataclasses.replace(one, key_legs=key_legs, query_legs=query_legs, ring_size=ring_size)
+    return _cut(one)
+
+
+def _legs(direction: Literal[1, -1], tokens: int, side: Side) -> tuple[Leg, ...]:
+    rotations = max(0, -(-tokens // side.shard_length) - 1)
+    return (Leg(direction, rotations, tokens - rotations * side.shard_length),) if tokens else ()
+
+
+def _seen_across(branch: Branch, side: Side) -> tuple[int, int]:
+    """Returns how many tokens before the boundary of two shards those behind it see at most, and the other way."""
+    back = ahead = 0
+    for shard in range(1, side.num_shards):
+        boundary = min(shard * side.shard_length, side.length)
+        if boundary < side.length:
+            back = max(back, boundary - branch.seen(boundary)[0])
+            ahead = max(ahead, min(branch.seen(boundary - 1)[1] + 1, side.length) - boundary)
+    # Whole rows of residues, where shards are cut into these.
+    unit = branch.modulus if side.shard_length % branch.modulus == 0 else 1
+    return -(-back // unit) * unit, -(-ahead // unit) * unit
+
+
+def _cut(one: BranchSchedule) -> BranchSchedule:
+    """Returns the schedule with shards cut into chunks, and into halves where the work is to be balanced."""
+    branch, side = one.branch, one.queries
+    if one.is_local and branch.period is not None:
+        side = dataclasses.replace(side, chunks="segments")
+    elif branch.modulus > 1 and side.shard_length % branch.modulus == 0:
+        side = dataclasses.replace(side, chunks="residues")
+    if one.is_causal and not one.is_local and one.is_one_segment:
+        side = dataclasses.replace(side, halves=2)
+    return dataclasses.replace(one, queries=side, keys=side)

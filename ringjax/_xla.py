@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Shaped
 from ringjax import _block
 from ringjax._block import Gradients, Keys, Partial, Queries, Weighting
 from ringjax._meeting import Meeting, make_mask, see_keys, see_queries
-from ringjax._schedule import BranchSchedule
+from ringjax._side import Side
 
 # Of an array that is laid out, the axis along which the slots of a shard follow each other.
 SLOTS_AXIS = 0
@@ -24,17 +24,17 @@ start, finish = _block.start, _block.finish
 start_gradients, finish_gradients = _block.start_gradients, _block.finish_gradients
 
 
-def lay_out(branch: BranchSchedule, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+def lay_out(side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
     """Cuts rows into tiles; those of queries with their groups G apart."""
-    sizes = {"C": branch.chunks_per_tile, "R": branch.block_rows}
+    sizes = {"C": side.chunks_per_tile, "R": side.block_rows}
     if groups is None:
         return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
     return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
 
 
-def take_back(branch: BranchSchedule, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+def take_back(side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
     """Undoes `lay_out`, given the number of key/value heads."""
-    del branch, heads
+    del side, heads
     if tiles.ndim == 6:
         return rearrange(tiles, "I B C K R H -> B (I C R) K H")
     return rearrange(tiles, "I B C K G R H -> B (I C R) K (G H)")

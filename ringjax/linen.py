@@ -11,10 +11,11 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
+from ringjax._branch import Branch
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import Implementation
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 
 __all__ = ["RingDilatedAttention"]
 
@@ -80,7 +81,7 @@ class RingDilatedAttention(linen.Module):
     qkv_features: int | None = None
     out_features: int | None = None
     _: dataclasses.KW_ONLY
-    pattern: DilatedPattern | Sequence[Segments] | None = None
+    pattern: DilatedPattern | Sequence[Branch] | None = None
     segment_lengths: Sequence[int] | None = None
     dilation_rates: Sequence[int] | None = None
     is_causal: bool = False

@@ -10,10 +10,11 @@ from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
 from ringjax._attention import Strategy
+from ringjax._branch import Branch
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import Implementation
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, Segments, read_pattern
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 
 __all__ = ["RingDilatedAttention"]
 
@@ -87,7 +88,7 @@ class RingDilatedAttention(nnx.Module):
         out_features: int | None = None,
         in_kv_features: int | None = None,
         *,
-        pattern: DilatedPattern | Sequence[Segments] | None = None,
+        pattern: DilatedPattern | Sequence[Branch] | None = None,
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
         is_causal: bool = False,

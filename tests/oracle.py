@@ -125,23 +125,31 @@ def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
     return *results, sinks_grad.sum(axis=lead).sum(axis=ones, keepdims=True)
 
 
+def _branches(arguments: Any) -> list[tuple[str, int, int]]:
+    """The kind of each branch, with its two numbers."""
+    if "pattern" in arguments:
+        return [(type(branch).__name__, *vars(branch).values()) for branch in arguments["pattern"]]
+    lists = arguments["segment_lengths"], arguments["dilation_rates"]
+    return [("Segments", *numbers) for numbers in zip(*lists, strict=True)]
+
+
 def _count(query: Any, key: Any, documents: Any, **arguments: Any) -> np.ndarray:
     """How often each pair counts, [..., N, T, S]."""
     t, s = arguments.get("query_offset", 0) + np.arange(query.shape[-3])[:, None], np.arange(key.shape[-3])
-    num_heads, branches = (
-        key.shape[-2],
-        list(zip(arguments["segment_lengths"], arguments["dilation_rates"], strict=True)),
-    )
+    num_heads, branches = key.shape[-2], _branches(arguments)
     count = np.zeros((num_heads, t.size, s.size), int)
     size, extra = divmod(num_heads, len(branches))
     runs = np.repeat(np.arange(len(branches)), [size + (number < extra) for number in range(len(branches))])
-    for number, (w, r) in enumerate(branches):
+    for number, (kind, w, r) in enumerate(branches):
         for head in range(num_heads):
             if arguments.get("heads") == "grouped" and runs[head] != number:
                 continue
             offset = {"interleaved": head % r, "blocked": head // -(-num_heads // r), "branch": number % r}
             offset = offset[arguments.get("offsets", "interleaved")]
-            count[head] += (t % w % r == offset) & (s % w % r == offset) & (t // w == s // w)
+            count[head] += {
+                "Segments": (t % w % r == offset) & (s % w % r == offset) & (t // w == s // w),
+                "Window": (abs(t - s) < w * r) & ((t - s) % r == 0),
+            }[kind]
     if arguments.get("merge") == "union":
         count = np.minimum(count, 1)
     count = np.repeat(count * (s <= t) if arguments.get("is_causal") else count, query.shape[-2] // num_heads, axis=0)

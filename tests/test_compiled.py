@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 from benchmarks.programs import has_dimension, permutes
-from ringjax import DilatedPattern, ring_dilated_attention
+from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
 from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
@@ -67,7 +67,6 @@ def sent(compiled):
         (128, 2, 512, (8, 1)),
         (192, 1, 512, (HEADS, HEADS)),
         (96, 3, 384, (HEADS, HEADS)),
-        (40, 2, 256, (8, 1)),
     ],
 )
 def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, is_causal, heads):
@@ -105,6 +104,69 @@ def linked_shards(segment_length, rate, length, shards, num_heads):
         parts = [part for part in parts if part not in linked] + [{shard}.union(*linked)]
     kept = [(own % segment_length % rate == head % rate).sum() for own in tokens for head in range(num_heads)]
     return parts, max(kept), all(len(numbers) == 1 for numbers in segments)
+
+
+def seen_tokens(branch, length, shards, is_causal):
+    """By brute force over tokens: which keys the queries of each shard see, [shards, T], and which queries see its."""
+    t = np.arange(length)
+    if isinstance(branch, Segments):
+        first, last = t // branch.length * branch.length, (t // branch.length + 1) * branch.length - 1
+    else:
+        first, last = t - (branch.size - 1) * branch.rate, t + (branch.size - 1) * branch.rate
+    first, last = np.maximum(first, 0), np.minimum(t if is_causal else last, length - 1)
+    keys, queries = np.zeros((2, shards, length), bool)
+    for shard, own in enumerate(t.reshape(shards, -1)):
+        for token in own:
+            keys[shard, first[token] : last[token] + 1] = True
+        queries[shard] = (last >= own[0]) & (first <= own[-1])
+    return keys, queries
+
+
+def hops_of(seen, branch, length, num_heads):
+    """The rows that go to the shard so far on, {hops: rows}: the most that any head has on any shard."""
+    t, shards = np.arange(length), len(seen)
+    rate = branch.rate if isinstance(branch, Segments) else 1
+    segment = branch.length if isinstance(branch, Segments) else length
+    rows = {}
+    for head in range(num_heads):
+        kept = (seen & (t % segment % rate == head % rate)).reshape(shards, shards, -1).sum(axis=2)
+        for here, there in itertools.permutations(range(shards), 2):
+            if kept[there, here]:
+                rows[there - here] = max(rows.get(there - here, 0), int(kept[there, here]))
+    return rows
+
+
+@pytest.mark.parametrize("kv_heads", [1, HEADS], ids=["keys travel back", "queries travel back"])
+@pytest.mark.parametrize(
+    ("branch", "shard_length", "is_causal", "expected"),
+    [
+        (Segments(1000), 1024, True, {1: 168}),
+        (Segments(1000), 1024, False, {1: 168, -1: 976}),
+        (Segments(40, 2), 32, True, {1: 16}),
+        (Segments(2500, 3), 1000, False, {1: 334, 2: 334, -1: 334, -2: 334}),
+        (Window(4096), 8192, True, {1: 4095}),
+        (Window(20000), 8192, True, {1: 8192, 2: 8192, 3: 3615}),
+        (Window(5, 3), 36, False, {1: 12, -1: 12}),
+    ],
+    ids=str,
+)
+def test_rows_hop_to_those_that_see_them_alone(branch, shard_length, is_causal, expected, kv_heads):
+    """As many rows as the tokens ask for, each way; backward those of the lighter side, whose gradient returns."""
+    length, heads, mesh = 8 * shard_length, (8, kv_heads) if kv_heads == 1 else (HEADS, HEADS), make_mesh(seq=8)
+    keys, queries = seen_tokens(branch, length, 8, is_causal)
+    hops = hops_of(keys, branch, length, heads[1])
+    if heads[1] > 1:
+        assert hops == expected
+    row, _, _ = row_bytes(*heads)
+    # In blocks that hold the rows of a shard, so that no slot is empty.
+    arguments = {"pattern": [branch], "is_causal": is_causal, "heads": heads, "block_size": 512}
+    forward = compile_attention(mesh, length, **arguments)
+    assert sent(forward) == sum(hops.values()) * row.keys
+    for permute in permutes(forward.as_text()):
+        assert {there - here for here, there in permute.pairs} <= set(hops)
+    of_queries = sum(hops_of(queries, branch, length, heads[1]).values()) * (row.queries + row.query_grad)
+    of_keys = sum(hops.values()) * (row.keys + row.keys_grad)
+    assert sent(compile_backward(mesh, length, **arguments)) == min(of_queries, of_keys)
 
 
 def test_segments_within_a_device_need_no_permute():

@@ -271,7 +271,7 @@ def visits_of(documents, block_size=16, shards=1, **arguments):
     pattern = DilatedPattern.of_lengths(**{"segment_lengths": (128,), "dilation_rates": (1,), **arguments})
     branch = make_schedule(pattern, documents.shape[1], shards, 1, True, block_size)[-1]
     rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
-    tiles = documents.reshape(documents.shape[0], -1, 1, 1, branch.block_rows).swapaxes(0, 1)
+    tiles = documents.reshape(documents.shape[0], -1, 1, 1, branch.queries.block_rows).swapaxes(0, 1)
     slots = Slots(rows, rows.shard[None], False, jnp.asarray(tiles))
     return make_mask(Meeting(slots.branch, see_queries(slots), see_keys(slots))).visits
 

@@ -160,7 +160,10 @@ def test_groups_of_heads(kernel, kind):
     [
         ({"document_ids": jnp.zeros((1, 32), jnp.int32)}, "no fused kernel knows document_ids"),
         ({"logits_soft_cap": 1.0, "dropout_rate": 0.1, "dropout_seed": 1}, "knows logits_soft_cap, dropout_rate"),
-        ({"merge": "union"}, "the branch \\(32, 2\\) of a union leaves out pairs of earlier branches"),
+        (
+            {"merge": "union"},
+            "the branch Segments\\(length=32, rate=2\\) of a union leaves out pairs of earlier branches",
+        ),
         ({"query_offset": 1}, "queries and keys lie at different positions"),
     ],
     ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",

@@ -127,7 +127,7 @@ def test_patterns_that_do_not_reach_warn_once():
         lambda x: ring_dilated_attention(x, x, x, pattern=[Segments(256), Segments(4096, rate)]),
         jax.ShapeDtypeStruct((1, 4096, heads, 8), "float32"),
     )
-    with pytest.warns(ReachWarning, match="25% of the queries see beyond their smallest segment, of 256 tokens, in"):
+    with pytest.warns(ReachWarning, match="25% of the queries see beyond their smallest branch, of 256 tokens, in"):
         call(16, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReachWarning)

@@ -8,112 +8,156 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringjax import DilatedPattern
-from ringjax._cost import work
-from ringjax._schedule import BranchSchedule, make_schedule
+from ringjax import DilatedPattern, Segments, Window
+from ringjax._schedule import BranchSchedule, Leg, make_schedule
+from ringjax._side import Side
+
+
+@st.composite
+def branches(draw):
+    if draw(st.booleans()):
+        return Window(draw(st.integers(1, 20)), draw(st.integers(1, 6)))
+    length = draw(st.integers(1, 40))
+    return Segments(length, draw(st.integers(1, length)))
 
 
 @st.composite
 def geometries(draw):
-    count = draw(st.integers(1, 3))
-    lengths = draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))
-    rates = [draw(st.integers(1, length)) for length in lengths]
-    pattern = tuple(lengths), tuple(rates), draw(st.sampled_from(["interleaved", "blocked", "branch"]))
+    offsets = draw(st.sampled_from(["interleaved", "blocked", "branch"]))
+    pattern = draw(st.lists(branches(), min_size=1, max_size=3)), offsets
     return pattern, draw(st.integers(1, 50)), draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.booleans())
 
 
-def shard_tokens(branch: BranchSchedule, shard: int, offset: int, is_computed: bool = True) -> np.ndarray:
+def tokens_of(branch: BranchSchedule, side: Side, shard: int, offset: int, is_computed: bool = True) -> np.ndarray:
     """The tokens in all slots of a shard, where it computes or keeps them, by chunks; -1 in a slot without one."""
-    chunk = np.arange(branch.num_chunks)[:, None]
-    holder, slot = shard, np.arange(branch.num_blocks * branch.block_rows)
+    chunk = np.arange(side.num_chunks)[:, None]
+    holder, slot = shard, np.arange(side.num_blocks * side.block_rows)
     if is_computed:
         holder, slot = branch.origin(shard, slot)
-    token, is_row = branch.slot_token(holder, chunk, slot, offset)
+    token, is_row = side.slot_token(holder, chunk, slot, offset)
     return np.where(is_row, token, -1)
 
 
-def computed_pairs(branch: BranchSchedule, offset: int, length: int) -> np.ndarray:
-    """How often the devices together compute each pair (t, s) that lies in one segment."""
+def meetings(branch: BranchSchedule, shard: int, legs: tuple[Leg, ...], side: Side):
+    """The shards and the sides of what comes to a shard, itself first."""
+    yield shard, side
+    for leg in legs:
+        for hops in range(1, leg.rotations + 1):
+            if branch.is_new(shard, hops, leg.direction):
+                yield branch.source(shard, hops, leg.direction), side
+        if leg.halo and branch.is_new(shard, leg.rotations + 1, leg.direction):
+            yield branch.source(shard, leg.rotations + 1, leg.direction), leg.of_halo(side)
+
+
+def held_pairs(branch: BranchSchedule, queries: np.ndarray, keys: np.ndarray, offset: int) -> np.ndarray:
+    """Which of the pairs of some tokens, of none below zero, the branch holds."""
+    t, s = queries[:, None], keys[None]
+    holds = branch.branch.holds(t, s, offset) & (t >= 0) & (s >= 0)
+    return holds & (s <= t) if branch.is_causal else holds
+
+
+def computed_pairs(branch: BranchSchedule, offset: int, length: int, do_queries_travel: bool = False) -> np.ndarray:
+    """How often the devices together compute each pair (t, s): those of chunks with the same number."""
     count = np.zeros((length, length), int)
+    moving, legs = (branch.queries, branch.query_legs) if do_queries_travel else (branch.keys, branch.key_legs)
+    resident = branch.keys if do_queries_travel else branch.queries
     for shard in range(branch.num_shards):
-        for step in range(branch.ring_size):
-            if not branch.is_new(shard, step):
-                continue
-            queries = shard_tokens(branch, shard, offset)
-            keys = shard_tokens(branch, branch.source(shard, step), offset)
-            for t in (chunk[chunk >= 0] for chunk in queries):
-                for s in (chunk[chunk >= 0] for chunk in keys):
-                    same = t[:, None] // branch.segment_length == s[None, :] // branch.segment_length
-                    # Chunks of one shard are segments: only a chunk and itself are computed.
-                    is_computed = branch.num_chunks == 1 or np.array_equal(t, s)
-                    assert is_computed or not same.any()
-                    np.add.at(count, (t[:, None], s[None, :]), same & (s <= t[:, None]) if branch.is_causal else same)
+        own = tokens_of(branch, resident, shard, offset)
+        for source, side in meetings(branch, shard, legs, moving):
+            sides = own, tokens_of(branch, side, source, offset)
+            for queries, keys in zip(*(sides[::-1] if do_queries_travel else sides), strict=True):
+                pairs = np.nonzero(held_pairs(branch, queries, keys, offset))
+                np.add.at(count, (queries[pairs[0]], keys[pairs[1]]), 1)
     return count
 
 
-@given(geometries())
+@given(geometries(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry):
-    pattern, length, num_shards, num_heads, is_causal = DilatedPattern.of_lengths(*geometry[0]), *geometry[1:]
-    multiplicity = pattern.multiplicity(length, num_heads)
-    if is_causal:
-        multiplicity = np.tril(multiplicity)
+def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry, do_queries_travel):
+    """Whichever side travels."""
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    multiplicity = pattern.multiplicity(length, num_heads, is_causal)
     for head in range(num_heads):
         count = np.zeros((length, length), int)
         for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-            offset = pattern.offset(head, branch.dilation_rate, num_heads, branch.number)
-            computed = computed_pairs(branch, offset, length)
-            shards_and_steps = itertools.product(range(num_shards), range(branch.ring_size))
-            assert sum(work(branch, *each, offset) for each in shards_and_steps) == computed.sum()
-            count += computed
+            offset = pattern.offset(head, branch.branch.offset_rate, num_heads, branch.number)
+            count += computed_pairs(branch, offset, length, do_queries_travel)
         np.testing.assert_array_equal(count, multiplicity[head])
 
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
-    pattern, length, num_shards, num_heads, is_causal = DilatedPattern.of_lengths(*geometry[0]), *geometry[1:]
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+        side = branch.queries
         fullest = 0
-        for offset in range(branch.dilation_rate):
+        for offset in range(branch.branch.offset_rate):
             for shard in range(num_shards):
-                tokens = shard_tokens(branch, shard, offset, is_computed=False)
+                tokens = tokens_of(branch, side, shard, offset, is_computed=False)
                 fullest = max(fullest, (tokens >= 0).sum(axis=1).max())
-                own = np.arange(shard * branch.shard_length, (shard + 1) * branch.shard_length)
-                kept = own[branch.is_kept(own, offset)]
-                np.testing.assert_array_equal(tokens[tokens >= 0], kept)
-                chunk, slot = branch.token_slot(shard, kept, offset)
+                own = np.arange(shard * side.shard_length, (shard + 1) * side.shard_length)
+                kept = own[side.is_kept(own, offset)]
+                np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), kept)
+                chunk, slot = side.token_slot(shard, kept, offset)
                 np.testing.assert_array_equal(tokens[chunk, slot], kept)
         # No slot is there for nothing, but where the padding of the length takes rows away.
-        assert fullest == branch.num_rows or length % branch.chunk_length or length < num_shards * branch.shard_length
+        assert fullest == side.num_rows or length % side.chunk_length or length < num_shards * side.shard_length
+
+
+@given(geometries())
+@settings(max_examples=150, deadline=None)
+def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
+    """All of them, and no tokens that none does; none goes round an end, and all of a closed ring's shards meet."""
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
+    for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+        if branch.is_closed or branch.queries.chunks == "residues":  # of these only whole rows are sent
+            continue
+        shard_length, token = branch.queries.shard_length, np.arange(length)
+        shard = token // shard_length
+        # Rates thin out what is sent: here all tokens between the first and the last that are seen count.
+        first, last = branch.branch.seen(token[:, None], is_causal)
+        sees = (first <= token) & (token <= last)
+        for legs, seen in ((branch.key_legs, sees), (branch.query_legs, sees.T)):
+            for leg in legs:
+                hops = leg.direction * (shard[:, None] - shard)  # of each token to those that see it
+                furthest = hops[seen].max()
+                assert leg.rotations == furthest - 1
+                sent = np.nonzero(seen & (hops == furthest))[1] % shard_length
+                depth = shard_length - sent if leg.direction > 0 else sent + 1
+                assert leg.halo == depth.max()
+                assert all(there - here == leg.halo_hops for here, there in branch.hop(leg.halo_hops))
 
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
-    pattern, length, num_shards, num_heads, is_causal = DilatedPattern.of_lengths(*geometry[0]), *geometry[1:]
+    pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         for shard in range(num_shards):
             first, size = branch.ring(shard)
             assert first <= shard < first + size <= num_shards
             assert size == branch.ring_size or (first + size == num_shards and size < branch.ring_size)
-            sources = [branch.source(shard, step) for step in range(size)]
-            assert sorted(sources) == list(range(first, first + size))
+            for direction in (1, -1):
+                sources = [branch.source(shard, step, direction) for step in range(size)]
+                assert sorted(sources) == list(range(first, first + size))
             # A segment never reaches over the boundary of two rings.
-            assert first * branch.shard_length % branch.segment_length == 0
-        for hops in (1, 1 - branch.ring_size):
-            sources, destinations = zip(*branch.permutation(hops), strict=True)
-            assert sorted(sources) == sorted(destinations) == list(range(num_shards))
-        # One rotation after another brings what `source` says.
-        held = list(range(num_shards))
-        rotation = {destination: source for source, destination in branch.permutation(1)}
-        for step in range(branch.ring_size):
-            assert held == [branch.source(shard, step) for shard in range(num_shards)]
-            if step < branch.ring_size - 1:
-                held = [held[rotation[shard]] for shard in range(num_shards)]
-        # The way home from the last step.
-        home = {destination: source for source, destination in branch.permutation(1 - branch.ring_size)}
-        assert [held[home[shard]] for shard in range(num_shards)] == list(range(num_shards))
+            start = first * branch.queries.shard_length
+            assert not start or start >= length or branch.branch.seen(start)[0] == start
+        for direction in (1, -1):
+            for hops in (1, 1 - branch.ring_size):
+                sources, destinations = zip(*branch.permutation(direction * hops), strict=True)
+                assert sorted(sources) == sorted(destinations) == list(range(num_shards))
+            # One rotation after another brings what `source` says.
+            held = list(range(num_shards))
+            rotation = {destination: source for source, destination in branch.permutation(direction)}
+            for step in range(branch.ring_size):
+                assert held == [branch.source(shard, step, direction) for shard in range(num_shards)]
+                if step < branch.ring_size - 1:
+                    held = [held[rotation[shard]] for shard in range(num_shards)]
+            # The way home from the last step.
+            home = {there: here for here, there in branch.permutation(direction * (1 - branch.ring_size))}
+            assert [held[home[shard]] for shard in range(num_shards)] == list(range(num_shards))
 
 
 @pytest.mark.parametrize(
@@ -131,31 +175,32 @@ def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
     ],
 )
 def test_rings_and_chunks(segment_length, num_shards, ring_size, chunk_length):
-    (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (1,)), 16 * num_shards, num_shards, 1)
+    (branch,) = make_schedule(DilatedPattern([Segments(segment_length)]), 16 * num_shards, num_shards, 1)
     assert branch.ring_size == ring_size
-    assert branch.chunk_length == chunk_length
+    assert branch.queries.chunk_length == chunk_length
 
 
 def test_only_kept_rows_have_slots():
     (branch,) = make_schedule(DilatedPattern.of_lengths((4096,), (16,)), 8192, 8, 4)
     assert branch.ring_size == 4
-    assert branch.num_rows == 1024 // 16
-    assert branch.num_tiles * branch.chunks_per_tile * branch.block_rows == 64
+    assert branch.queries.num_rows == 1024 // 16
+    assert branch.queries.num_slots == 64
 
 
 @pytest.mark.parametrize(("segment_length", "rate"), [(8192, 1), (8192, 3), (64, 1), (7, 2), (640, 1)])
 def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
     (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), 8192, 2, 1)
-    slots = branch.num_blocks * branch.block_rows
-    assert branch.num_rows <= slots < branch.num_rows + branch.num_blocks
-    assert branch.block_rows * branch.chunks_per_tile <= 512
-    assert branch.num_tiles * branch.chunks_per_tile == branch.num_chunks * branch.num_blocks
+    side = branch.queries
+    slots = side.num_blocks * side.block_rows
+    assert side.num_rows <= slots < side.num_rows + side.num_blocks
+    assert side.block_rows * side.chunks_per_tile <= 512
+    assert side.num_tiles * side.chunks_per_tile == side.num_chunks * side.num_blocks
 
 
 def test_numbers_beyond_the_sequence_stay_small():
     (branch,) = make_schedule(DilatedPattern.of_lengths((10**12,), (10**11,)), 100, 8, 3)
-    assert max(branch.segment_length, branch.dilation_rate) < 2**31
-    assert branch.num_rows == 1
+    assert max(branch.branch.length, branch.branch.rate) < 2**31
+    assert branch.queries.num_rows == 1
     expected = DilatedPattern.of_lengths((10**12,), (10**11,)).multiplicity(100, 3)
     for head in range(3):
         np.testing.assert_array_equal(computed_pairs(branch, head, 100), expected[head])
@@ -171,12 +216,14 @@ def test_work_does_not_depend_on_the_layout():
 @pytest.mark.parametrize("rate", [1, 4])
 @pytest.mark.parametrize("ring_size", [2, 3, 4, 5, 8, 16])
 def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
-    shard_length = 512
+    shard_length = 64
     length = 2 * ring_size * shard_length
     pattern = DilatedPattern.of_lengths((ring_size * shard_length,), (rate,))
     (branch,) = make_schedule(pattern, length, 2 * ring_size, 1, is_causal=True)
     assert branch.ring_size == ring_size
-    steps = [[work(branch, shard, step) for shard in range(2 * ring_size)] for step in range(ring_size)]
+    computed = [tokens_of(branch, branch.queries, shard, 0)[0] for shard in range(2 * ring_size)]
+    work = lambda shard, step: held_pairs(branch, computed[shard], computed[branch.source(shard, step)], 0).sum()
+    steps = [[work(shard, step) for shard in range(2 * ring_size)] for step in range(ring_size)]
     critical_path = sum(map(max, steps))
     assert critical_path <= 1.02 * sum(map(sum, steps)) / (2 * ring_size)
     # Not along the path alone: in each step all devices do exactly the same.
@@ -193,14 +240,15 @@ def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
         for shard, partner in partners.items():
             assert partners[partner] == shard
             assert branch.ring(partner) == branch.ring(shard)
-        origins = {branch.origin(shard, slot) for shard in range(num_shards) for slot in range(branch.num_slots)}
-        assert origins == {(shard, slot) for shard in range(num_shards) for slot in range(branch.num_slots)}
+        places = set(itertools.product(range(num_shards), range(branch.queries.num_slots)))
+        assert {branch.origin(*place) for place in places} == places
 
 
 def test_a_prime_number_of_segments_fills_its_tiles():
     """As many tiles as the next number that divides; the exactness of the last one, which is not full, is tested."""
     for count in (4093, 4096):
         (branch,) = make_schedule(DilatedPattern.of_lengths((8,), (1,)), 8 * count, 1, 1)
-        assert (branch.num_tiles, branch.chunks_per_tile) == (64, 64)
+        assert (branch.queries.num_tiles, branch.queries.chunks_per_tile) == (64, 64)
     (branch,) = make_schedule(DilatedPattern.of_lengths((4,), (1,)), 92, 1, 1, max_block_rows=12)
-    assert (branch.num_chunks, branch.num_full_chunks, branch.num_tiles) == (23, 24, 8)
+    side = branch.queries
+    assert (side.num_chunks, side.num_full_chunks, side.num_tiles) == (23, 24, 8)
