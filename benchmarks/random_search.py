@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+import ringjax
 from benchmarks.environment import ROOT
 from benchmarks.timing import RESULTS, save
 
@@ -37,9 +38,12 @@ def draw(rng: np.random.Generator, most_branches: int = 4) -> dict[str, Any]:
         "devices": one_of(1, 2, 3, 5, 6, 7, 8, 8),
         "is_explicit": bool(one_of(False, True)),
         "is_offset_traced": bool(one_of(False, False, True)),
+        "branches": [
+            [one_of("Segments", "Segments", "Window"), length, int(rng.integers(1, min(length, 6) + 1))]
+            for length in lengths
+        ],
+        "has_sinks": bool(one_of(False, False, True)),
         "arguments": {
-            "segment_lengths": lengths,
-            "dilation_rates": [int(rng.integers(1, min(length, 6) + 1)) for length in lengths],
             "offsets": one_of("interleaved", "blocked", "branch"),
             "merge": one_of("lse", "lse", "union"),
             "heads": one_of("all", "all", "grouped") if kv_heads >= count else "all",
@@ -67,11 +71,17 @@ def check(case: dict[str, Any]) -> float:
         batch, is_sorted = tuple(case["batch"]), case["documents"] == "sorted"
         arrays += tuple(oracle.random_documents(side, batch, is_sorted, seed) for seed, side in enumerate(sides))
     mesh = oracle.make_mesh(AxisType.Explicit if case["is_explicit"] else AxisType.Auto, seq=case["devices"])
-    own = {**case["arguments"], **case["schedule"]}
+    arguments = {
+        **case["arguments"],
+        "pattern": [getattr(ringjax, kind)(*numbers) for kind, *numbers in case["branches"]],
+    }
+    if case["has_sinks"]:
+        arguments["sinks"] = np.sin(np.arange(case["num_heads"][0]))
+    own = {**arguments, **case["schedule"]}
     if case["is_offset_traced"]:
         own["query_offset"] = jnp.int32(own["query_offset"])
     actual = oracle.ring_results(arrays, mesh=mesh, **own)
-    expected = oracle.reference_results(arrays, **case["arguments"])
+    expected = oracle.reference_results(arrays, **arguments)
     with np.errstate(invalid="ignore"):
         errors = [np.where(one == other, 0, np.abs(one - other)) for one, other in zip(actual, expected, strict=True)]
     return float(max(np.where(np.isnan(error), np.inf, error).max(initial=0) for error in errors))

@@ -292,8 +292,8 @@ class Window(Branch):
 
     # A ring of the last `extent` tokens: token t is in row t % extent.
     def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
-        token = last - (last - row) % self.extent
-        return token, (row < self.extent) & (token >= 0) & (offset >= 0)
+        token = offset * 0 + last - (last - row) % self.extent  # the same for all heads
+        return token, (row < self.extent) & (token >= 0)
 
 
 def _read_integers(branch: Any, *names: str) -> None:

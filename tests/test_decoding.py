@@ -23,6 +23,12 @@ PATTERNS = {
         "merge": "union",
         "logits_soft_cap": 2.0,
     },
+    "windows": {
+        "pattern": (ringjax.Window(3), ringjax.Segments(20, 2), ringjax.Window(3, 4)),
+        "merge": "union",
+        "sinks": True,
+        "sinks_init": jax.nn.initializers.normal(2.0),
+    },
     "grouped": {
         "segment_lengths": (5, 64),
         "dilation_rates": (1, 3),
@@ -43,7 +49,8 @@ def inputs(length=LENGTH):
 
 def make(**arguments):
     shared = {"num_kv_heads": 2, "is_causal": True, "rope_theta": 100.0, "rngs": nnx.Rngs(0)}
-    return ringjax.RingDilatedAttention(4, WIDTH, **{**PATTERNS["longnet"], **shared, **arguments})
+    pattern = {} if "pattern" in arguments else PATTERNS["longnet"]
+    return ringjax.RingDilatedAttention(4, WIDTH, **{**pattern, **shared, **arguments})
 
 
 def enter(kind, **sizes):
@@ -73,7 +80,13 @@ def continued(step, length=PROMPT):
 
 @pytest.mark.parametrize(
     ("pattern", "mesh"),
-    [*(("longnet", mesh) for mesh in MESHES), ("straddling union", "auto"), ("grouped", "explicit")],
+    [
+        *(("longnet", mesh) for mesh in MESHES),
+        ("straddling union", "auto"),
+        ("windows", "auto"),
+        ("windows", "none"),
+        ("grouped", "explicit"),
+    ],
 )
 def test_prefill_and_decoding_give_the_full_forward(pattern, mesh):
     module = make(**PATTERNS[pattern])
@@ -123,7 +136,7 @@ def test_decoding_beside_data_and_tensor_axes(kind):
     np.testing.assert_allclose(actual, expected[:, PROMPT : PROMPT + sum(CALLS)], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pattern", "num_layers"), [*zip(PATTERNS, (2, 1, 1), strict=True)])
+@pytest.mark.parametrize(("pattern", "num_layers"), [("longnet", 2), ("straddling union", 1), ("grouped", 1)])
 def test_a_model_decodes_the_logits_of_its_full_forward(pattern, num_layers):
     """A prompt on the mesh, then byte by byte; a pattern that the example lets through as it is."""
     pattern = {name: PATTERNS[pattern][name] for name in ("segment_lengths", "dilation_rates")}
@@ -173,6 +186,14 @@ def test_caches_hold_the_kept_rows_of_a_segment():
     grouped = make(heads="grouped", decode=True)
     grouped.init_cache((BATCH, 100, WIDTH))
     assert [array.shape for array in grouped.cached_key.get_value()] == [(BATCH, 8, 1, 6), (BATCH, 16, 1, 6)]
+
+
+def test_the_cache_of_a_window_does_not_grow():
+    """A ring of its last rows, whatever the context; a shorter one needs fewer."""
+    for length, rows in ((8, [8, 8]), (100, [12, 15]), (10**6, [12, 15])):
+        module = make(pattern=(ringjax.Window(12), ringjax.Window(5, 3)), decode=True)
+        module.init_cache((BATCH, length, WIDTH))
+        assert [array.shape[1] for array in module.cached_key.get_value()] == rows
 
 
 def test_caches_are_sharded_along_the_sequence():

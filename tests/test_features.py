@@ -22,7 +22,7 @@ from oracle import (
 )
 
 from benchmarks.programs import has_dimension, permutes
-from ringjax import DilatedPattern, dilated_attention_reference, ring_dilated_attention
+from ringjax import DilatedPattern, Segments, Window, dilated_attention_reference, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
 from ringjax._mesh import Placement
@@ -51,6 +51,19 @@ FEATURES = {
     "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
     "one query": {"length": 1, "key_length": 7, "segment_lengths": (7,), "dilation_rates": (2,)},
     "cross-attention": {"length": 16, "key_length": 24, **DENSE},
+    "a window in blocks": {"pattern": [Window(5)], "block_size": 4, "uses": "both"},
+    "a window of several hops": {"pattern": [Window(11)], "is_causal": False, "documents": "sorted"},
+    "residues": {"pattern": [Window(3, 4)], "is_causal": False, "logits_soft_cap": 2.0, "block_size": 2},
+    "mixed residues": {"pattern": [Window(4, 3)], "documents": "mixed", "dropout_rate": 0.4, "dropout_seed": 3},
+    "windows and segments": {"pattern": [Window(4), Segments(12, 2), Window(3, 5)], "merge": "union"},
+    "segments and windows": {"pattern": [Segments(8, 2), Window(7)], "merge": "union", "is_causal": False},
+    "a window of fewer queries": {"length": 13, "key_length": 37, "query_offset": 11, "pattern": [Window(6, 2)]},
+    "grouped windows": {
+        "pattern": [Window(5), Segments(16, 2)],
+        "heads": "grouped",
+        "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
+    },
+    "gathered windows": {"pattern": [Window(5), Window(2, 4)], "strategy": "all_gather", "length": 29},
     "all": {
         "length": 23,
         "key_length": 29,
@@ -81,11 +94,13 @@ def of_reference(arguments):
 
 
 def check(mesh, arrays, arguments):
+    if "pattern" in arguments:
+        arguments = {name: value for name, value in arguments.items() if name not in PATTERN or name == "is_causal"}
     own = {name: value for name, value in arguments.items() if name in OF_REFERENCE | {"block_size", "strategy"}}
     assert_close(ring_results(arrays, mesh=mesh, **own), reference_results(arrays, **of_reference(arguments)))
 
 
-ON_ONE_DEVICE = ("documents in blocks", "grouped", "fewer queries", "all")
+ON_ONE_DEVICE = ("documents in blocks", "grouped", "fewer queries", "residues", "windows and segments", "all")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,8 @@ def test_feature_equals_oracle(name, ring_size):
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_an_offset_that_is_an_array(ring_size):
     """One program for all chunks of a prompt, in a pattern that straddles; also under vmap, each at its own."""
-    arguments = {"segment_lengths": (7, 24, 10**12), "dilation_rates": (2, 1, 3), "is_causal": True}
+    pattern = [Segments(7, 2), Segments(24), Window(9, 2), Segments(10**12, 3)]
+    arguments = {"pattern": pattern, "is_causal": True}
     arrays = make_arrays(length=8, key_length=40, documents="sorted")
     traces = []
 
@@ -130,15 +146,16 @@ def test_an_offset_that_is_an_array(ring_size):
 def calls(draw):
     length = draw(st.integers(1, 29))
     count = draw(st.integers(1, 3))
-    lengths = tuple(draw(st.integers(1, 31)) for _ in range(count))
+    branches = [draw(st.sampled_from([Segments, Window])) for _ in range(count)]
+    lengths = [draw(st.integers(1, 31)) for _ in range(count)]
+    rates = [draw(st.integers(1, min(length, 6))) for length in lengths]
     kv_heads = draw(st.integers(1, 3))
     arguments = {
         "length": length,
         "key_length": draw(st.sampled_from([None, None, 7, 24])),
         "num_heads": (kv_heads * draw(st.integers(1, 2)), kv_heads),
         "batch": draw(st.sampled_from([(), (2,), (1, 2)])),
-        "segment_lengths": lengths,
-        "dilation_rates": tuple(draw(st.integers(1, min(length, 6))) for length in lengths),
+        "pattern": [branch(length, rate) for branch, length, rate in zip(branches, lengths, rates, strict=True)],
         "offsets": draw(st.sampled_from(["interleaved", "blocked", "branch"])),
         "merge": draw(st.sampled_from(["lse", "union"])),
         "heads": draw(st.sampled_from(["all", "grouped"])) if kv_heads >= count else "all",
