@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.environment import run_module
-from benchmarks.programs import loop_permutes, permutes
+from benchmarks.programs import entry_permutes, loop_permutes, permutes
 from benchmarks.timing import save
-from ringjax import DilatedPattern, make_mesh, ring_dilated_attention
+from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
+from ringjax._branch import Branch
 from ringjax._cost import RowBytes, backward_bytes, forward_bytes
 from ringjax._plan import choose_block_size
 from ringjax._schedule import make_schedule
@@ -29,6 +30,7 @@ TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 6
 LENGTH = 8 * TOKENS
 DENSE = (LENGTH,), (1,)
 PATTERN = (2048, 16384, LENGTH), (1, 4, 16)
+HALOS = {"Window(4096)": (Window(4096),), "Window(20000)": (Window(20000),), "Segments(3000)": (Segments(3000),)}
 LONGNET = (8192, 16384, 32768, 65536, 131072), (1, 2, 4, 8, 16)
 TOPOLOGIES = {
     "8 H100s": ("h100", "1x1x8"),
@@ -68,28 +70,28 @@ def compile_for(
     gradient: bool,
     count: int | None = None,
     length: int = LENGTH,
-    pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE,
+    pattern: Any = DENSE,
     options: tuple[tuple[str, Any], ...] = (),
     is_causal: bool = True,
     implementation: Any = "xla",
     heads: int = HEADS,
     in_natural_order: bool = False,
+    kv_heads: int | None = None,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
     kind, topology = TOPOLOGIES[name]
     ring = devices(kind, topology)[:count]
     mesh = Mesh(np.array(ring), ("seq",)) if in_natural_order else make_mesh((len(ring),), ("seq",), devices=ring)
-    shape = (1, length, heads, WIDTH)
-    array = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, count, WIDTH), jnp.bfloat16, sharding=sharding)
+        for count in (heads, kv_heads or heads)
+    )
+    branches = pattern if isinstance(pattern[0], Branch) else DilatedPattern.of_lengths(*pattern)
 
     def attend(*arrays: jax.Array) -> Any:
         return ring_dilated_attention(
-            *arrays,
-            segment_lengths=pattern[0],
-            dilation_rates=pattern[1],
-            is_causal=is_causal,
-            implementation=implementation,
-            mesh=mesh,
+            *arrays, pattern=branches, is_causal=is_causal, implementation=implementation, mesh=mesh
         )
 
     def total(*arrays: jax.Array) -> jax.Array:
@@ -97,7 +99,7 @@ def compile_for(
 
     function = jax.grad(total, (0, 1, 2)) if gradient else attend
     with jax.enable_x64(False):  # as programs are by default
-        lowered = jax.jit(function).lower(array, array, array)
+        lowered = jax.jit(function).lower(query, key, key)
         return lowered.compile(dict(options or (OVERLAP if kind == "h100" else ())))
 
 
@@ -143,6 +145,16 @@ def measure() -> list[dict[str, Any]]:
             hidden = loop_permutes(compile_for(name, gradient, length=length, pattern=((length,), (1,))).as_text())
             program = f"{name}, {'gradient' if gradient else 'forward'}"
             add("permutes in loops that overlap", program, np.mean(hidden))
+    for name in ("8 H100s", "v5e:2x4"):
+        for pattern, branches in HALOS.items():
+            for gradient in (False, True):
+                text = compile_for(name, gradient, pattern=branches, kv_heads=1).as_text()
+                program = f"{name}, causal {pattern}, {'gradient' if gradient else 'forward'}"
+                add(
+                    "permutes that overlap, in loops and outside",
+                    program,
+                    np.mean(loop_permutes(text) + entry_permutes(text)),
+                )
     for name, options in FLAGS.items():
         hidden = loop_permutes(compile_for("8 H100s", True, options=options).as_text())
         add("permutes in loops that overlap, by flags", f"8 H100s, gradient, {name}", np.mean(hidden))

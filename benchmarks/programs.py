@@ -49,18 +49,26 @@ def loop_permutes(text: str) -> list[bool]:
 
     Blocks are computed by loops, or by kernels, which stand in a conditional where the case of a meeting is data.
     """
-    computes = re.compile(r" (while|conditional)\(|__cudnn")
     computations = _computations(text)
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    return [is_hidden for body in bodies for is_hidden in _hidden(computations[body])]
+
+
+def entry_permutes(text: str) -> list[bool]:
+    """Returns the same for each permute of a scheduled program that no loop contains."""
+    return _hidden(_computations(text)["ENTRY"])
+
+
+def _hidden(lines: list[str]) -> list[bool]:
+    computes = re.compile(r" (while|conditional)\(|__cudnn")
     found = []
-    for body in set(re.findall(r"body=%?([\w.\-]+)", text)):
-        lines = computations[body]
-        for index, line in enumerate(lines):
-            if re.search(r" collective-permute\(", line):  # synchronous: nothing runs meanwhile
-                found.append(False)
-            name = re.search(r"%?([\w.\-]+) = .*collective-permute-start\(", line)
-            if name:
-                end = next(i for i, other in enumerate(lines) if re.search(rf"-done\(%?{re.escape(name[1])}\)", other))
-                found.append(any(map(computes.search, lines[index:end])))
+    for index, line in enumerate(lines):
+        if re.search(r" collective-permute\(", line):  # synchronous: nothing runs meanwhile
+            found.append(False)
+        name = re.search(r"%?([\w.\-]+) = .*collective-permute-start\(", line)
+        if name:
+            end = next(i for i, other in enumerate(lines) if re.search(rf"-done\(%?{re.escape(name[1])}\)", other))
+            found.append(any(map(computes.search, lines[index:end])))
     return found
 
 

@@ -15,6 +15,7 @@ from ringjax._order import after
 from ringjax._plan import Plan
 from ringjax._rows import Combine, Rows
 from ringjax._schedule import BranchSchedule, Leg
+from ringjax._side import Side
 
 
 class Layout(NamedTuple):
@@ -27,9 +28,9 @@ class Layout(NamedTuple):
         """Returns the layout of keys."""
         return self._replace(rows=self.rows.of_keys())
 
-    def of_halo(self, leg: Leg) -> "Layout":
-        """Returns the layout of those rows that go in the last hop of a leg."""
-        return self._replace(rows=self.rows._replace(side=leg.of_halo(self.rows.side)))
+    def of_part(self, side: Side) -> "Layout":
+        """Returns the layout of a part of the rows."""
+        return self._replace(rows=self.rows._replace(side=side))
 
     def take(self, tokens: Array, groups: int | None = None) -> Array:
         """Takes rows of tokens, and lays them out; those of queries in groups."""
@@ -73,9 +74,18 @@ class Operand(NamedTuple):
     make: Callable[..., Any]
     groups: int | None = None
 
+    @property
+    def side(self) -> Side:
+        """The side of the branch that the operand is."""
+        return self.layout.rows.side
+
+    def of_part(self, side: Side) -> "Operand":
+        """Returns a part of the operand."""
+        return self._replace(layout=self.layout.of_part(side))
+
     def of_halo(self, leg: Leg) -> "Operand":
         """Returns the part that goes in the last hop of a leg."""
-        return self._replace(layout=self.layout.of_halo(leg))
+        return self.of_part(leg.of_halo(self.side))
 
     def take(self) -> Tiles:
         """Takes the rows, laid out."""

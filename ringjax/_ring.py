@@ -18,13 +18,13 @@ from ringjax._schedule import BranchSchedule, Leg
 class Addends(NamedTuple):
     """What one branch adds to gradients: of its queries where computed, of its keys where kept.
 
-    The `halos` are rows of some layout, for the gradient of that number.
+    The `parts` are rows of some layout, for the gradient of that number; the side that travelled may have these alone.
     """
 
-    query: Array
-    key: Array
-    value: Array
-    halos: tuple[tuple[int, Layout, Array], ...] = ()
+    query: Array | None
+    key: Array | None
+    value: Array | None
+    parts: tuple[tuple[int, Layout, Array], ...] = ()
 
 
 def forward(task: Task) -> Any:
@@ -86,23 +86,24 @@ def backward(task: Task) -> Addends:
 
     if do_queries_travel:
         sent = _travel(task, task.queries, queries, branch.query_legs, visit_keys, tuple(grads[1:]))
-        grads = type(grads)(sent.own, *sent.resident)
-        halos = [(leg, grads._replace(query=halo)) for leg, halo in sent.halos]
+        with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])
+        numbers = (0,)
     else:
         sent = _travel(task, task.keys, keys, branch.key_legs, visit_queries, grads.query)
-        grads = type(grads)(sent.resident, *sent.own)
-        halos = [(leg, grads._replace(key=halo[0], value=halo[1])) for leg, halo in sent.halos]
-    query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
-    returned = []
-    for leg, halo in halos:
-        finished = implementation.finish_gradients(halo, plan.weighting)
-        operands = [(0, task.queries)] if do_queries_travel else [(1, task.keys), (2, task.keys)]
-        for number, operand in operands:
-            layout = operand.layout.of_halo(leg)
-            rows = plan.hop(branch, layout.take_back(finished[number]), -leg.halo_hops)
-            returned.append((number, layout, rows))
-    key_grad, value_grad = plan.swap_back(branch, tuple(keys_grad))
-    return Addends(query_grad, key_grad, value_grad, tuple(returned))
+        with_sent = lambda grad: grads._replace(query=sent.resident, key=grad[0], value=grad[1])
+        numbers = 1, 2
+    finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
+    addends = finish(sent.parts[0].grad)
+    if branch.is_closed:
+        return Addends(addends[0], *plan.swap_back(branch, addends[1:]))
+    parts = []
+    for part in sent.parts:
+        finished = finish(part.grad)
+        for number in numbers:
+            rows = part.layout.take_back(finished[number])
+            parts.append((number, part.layout, plan.hop(branch, rows, part.hops) if part.hops else rows))
+    query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
+    return Addends(query, key, value, tuple(parts))
 
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
@@ -120,12 +121,19 @@ def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) 
     )
 
 
+class _Part(NamedTuple):
+    """The gradient of some rows, and the hops that bring it home."""
+
+    layout: Layout
+    grad: Any
+    hops: int = 0
+
+
 class _Sent(NamedTuple):
-    """The gradients of arrays that stayed, of those that travelled, and of the halos where these arrived."""
+    """The gradients of arrays that stayed, and of those that travelled, part by part."""
 
     resident: Any
-    own: Any
-    halos: list[tuple[Leg, Any]]
+    parts: list[_Part]
 
 
 def _travel(
@@ -136,21 +144,37 @@ def _travel(
     `visit(resident_grad, operand, tiles, hops, direction)` gives what one meeting contributes to the gradient of the
     travelling arrays, and adds the rest to the other. What a shard contributes to the gradient of its own arrays stays
     there: as many permutes of the gradient as of the arrays. Each is issued before the computation of a step and not
-    needed until after it, so that the two can overlap.
+    needed until after it, so that the two can overlap. So a shard's own rows are visited in two parts where there is a
+    halo: one while it comes, and one while its gradient returns.
     """
-    arrived = [(leg, task.send(operand, leg)) for leg in legs if leg.halo]
-    own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
-    earlier = [halo for _, halo in arrived]
-    for leg in legs:
-        if leg.rotations:
-            visit_own = functools.partial(visit, direction=leg.direction)
-            grad, resident_grad = _rotate(task, operand, leg, after(tiles, earlier), visit_own, resident_grad)
-            own_grad = earlier = _add(own_grad, grad)
-    halos = []
-    for leg, halo in arrived:
-        grad, resident_grad = visit(resident_grad, operand.of_halo(leg), halo, leg.rotations + 1, leg.direction)
-        halos.append((leg, grad))
-    return _Sent(resident_grad, own_grad, halos)
+    rotating = [leg for leg in legs if leg.rotations]
+    turn = lambda leg: functools.partial(visit, direction=leg.direction)
+    if task.branch.is_closed:
+        own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
+        for leg in rotating:
+            grad, resident_grad = _rotate(task, operand, leg, tiles, turn(leg), resident_grad)
+            own_grad = _add(own_grad, grad)
+        return _Sent(resident_grad, [_Part(operand.layout, own_grad)])
+    halos = [task.send(operand, leg) for leg in legs]
+    *first, last = (operand.of_part(side) for side in operand.side.in_two_parts())
+    parts = []
+
+    def visit_part(part: Operand, tiles: Tiles, resident_grad: Any, hops: int = 0, direction: int = 1) -> Any:
+        grad, resident_grad = visit(resident_grad, part, tiles, abs(hops), direction)
+        parts.append(_Part(part.layout, grad, -hops))
+        return resident_grad
+
+    for part in first:
+        resident_grad = visit_part(part, task.take(part), resident_grad)
+    earlier: Any = halos
+    for leg in rotating:
+        grad, resident_grad = _rotate(task, operand, leg, after(tiles, earlier), turn(leg), resident_grad)
+        parts.append(_Part(operand.layout, grad))
+        earlier = grad
+    for leg, halo in zip(legs, halos, strict=True):
+        resident_grad = visit_part(operand.of_halo(leg), halo, resident_grad, leg.halo_hops, leg.direction)
+    resident_grad = visit_part(last, task.take(last), resident_grad)
+    return _Sent(resident_grad, parts)
 
 
 def _rotate(

@@ -118,10 +118,13 @@ def shard_backward(
         return addends._replace(query=plan.swap_back(layout.rows.branch, addends.query))
 
     def add_one(layout: Layout, total: Any, addends: Any) -> Any:
-        layouts, (*tiles, halos) = (layout, layout.of_keys(), layout.of_keys()), addends
-        grads = [one.put(grad, addend, jnp.add) for one, grad, addend in zip(layouts, total, tiles, strict=True)]
-        for number, halo, rows in halos:
-            grads[number] = halo.put_rows(grads[number], rows, jnp.add)
+        *tiles, parts = addends
+        layouts, grads = (layout, layout.of_keys(), layout.of_keys()), list(total)
+        for number, (one, addend) in enumerate(zip(layouts, tiles, strict=True)):
+            if addend is not None:
+                grads[number] = one.put(grads[number], addend, jnp.add)
+        for number, part, rows in parts:
+            grads[number] = part.put_rows(grads[number], rows, jnp.add)
         return tuple(grads)
 
     def add_many(parts: list[Any]) -> Any:

@@ -40,14 +40,21 @@ class Side:
     span: int = 0
     chunks: Literal["whole", "segments", "residues"] = "whole"
     halves: int = 1
+    of_tile: int | None = None  # the chunks of a tile, where they have to be those of the other tiles of the shard
 
     def at(self, first_token: Any) -> "Side":
         """Returns the side with this first token, a traced one too: no shape depends on it where it `is_moving`."""
         return dataclasses.replace(self, first_token=first_token) if self.is_moving else self
 
     def part(self, begin: int, span: int) -> "Side":
-        """Returns the rows among some of each shard's tokens."""
-        return dataclasses.replace(self, begin=begin, span=span)
+        """Returns the rows among some of each shard's tokens, whose tiles meet those of all."""
+        return dataclasses.replace(self, begin=begin, span=span, of_tile=self.chunks_per_tile)
+
+    def in_two_parts(self) -> tuple["Side", ...]:
+        """Returns the rows among the first and the last half of each shard's tokens."""
+        unit = self.step if self.chunks == "residues" else 1
+        half = self.span // (2 * unit) * unit
+        return tuple(self.part(begin, span) for begin, span in ((0, half), (half, self.span - half)) if span)
 
     # Tokens.
 
@@ -161,6 +168,8 @@ class Side:
 
         A divisor of the number of chunks, if there is one that fills half of a tile; else the last tile is not full.
         """
+        if self.of_tile is not None:
+            return self.of_tile
         most = min(max(1, self.max_block_rows // self.block_rows), self.num_chunks)
         divisor = max(count for count in range(1, most + 1) if self.num_chunks % count == 0)
         num_tiles = -(-self.num_chunks // most)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_four_axes import compile_training_step, crossed_axes
 
 from benchmarks.ahead_of_time import (
+    HALOS,
     HEADS,
     OVERLAP,
     PATTERN,
@@ -26,7 +27,7 @@ from benchmarks.ahead_of_time import (
     peak,
     sent,
 )
-from benchmarks.programs import array_sizes, gathers, has_dimension, loop_permutes
+from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import make_mesh, ring_dilated_attention
 
 pytestmark = pytest.mark.aot
@@ -53,6 +54,19 @@ def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation,
     assert all(permutes)
     for collective in ("all-gather", "all-to-all"):
         assert collective not in text
+
+
+@pytest.mark.parametrize("pattern", HALOS)
+@pytest.mark.parametrize(("name", "gradient"), [("8 H100s", False), ("v5e:2x4", False), ("8 H100s", True)])
+def test_every_halo_overlaps_with_computation(name, gradient, pattern):
+    """Forward it comes while a shard computes with its own keys; backward it also returns so."""
+    text = compile_for(name, gradient, pattern=HALOS[pattern], kv_heads=1).as_text()
+    hops = entry_permutes(text)
+    assert hops
+    # The second of two rotations is in no loop, and the scheduler starts it late.
+    assert sum(not is_hidden for is_hidden in hops) <= (1 if gradient and pattern == "Window(20000)" else 0)
+    assert all(loop_permutes(text))
+    assert "all-gather" not in text
 
 
 @pytest.mark.parametrize("name", NOT_OVERLAPPING)

@@ -30,7 +30,7 @@ ALLOWED = {
     "_order": set(),
     "_promotion": set(),
     "_plan": {"_block", "_implementation", "_meeting", "_mesh", "_pattern", "_rows", "_schedule"},
-    "_layout": {"_block", "_meeting", "_order", "_plan", "_rows", "_schedule"},
+    "_layout": {"_block", "_meeting", "_order", "_plan", "_rows", "_schedule", "_side"},
     "_ring": {"_cost", "_layout", "_meeting", "_order", "_schedule"},
     "_gather": {"_layout", "_meeting", "_ring"},
     "_addition": {"_layout", "_plan"},
