@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "benchmarks" / "peers"
 # What each environment holds; the peers on the Python and the jax that they work with.
 REQUIREMENTS = {
-    "peers": ("torch==2.13.0", "ringattention==0.1.2", "jax==0.10.2"),
+    "peers": ("torch==2.13.0", "transformers==5.23.0", "ringattention==0.1.2", "jax==0.10.2"),
     "plugins": (
         str(ROOT),
         f"jax[tpu]=={jax.__version__}",
@@ -33,7 +33,7 @@ VARIABLES = {
 }
 
 
-def run_peer(script: str, *arguments: int) -> Any:
+def run_peer(script: str, *arguments: int | str) -> Any:
     """Runs a script of the peers; returns what it prints as JSON."""
     return _run(_interpreter("peers", "python3.11"), str(PEERS / script), *map(str, arguments))
 

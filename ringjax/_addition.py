@@ -19,18 +19,20 @@ Total = tuple[Array, ...]
 class Addition(NamedTuple):
     """How results of branches are added: `fills` are what changes nothing, `groups` the heads of each array of a total.
 
-    `one(layout, total, results)` adds the results of a branch to the rows that they are of, `many(parts)` adds totals,
-    their heads apart: [B, n, K, G, D].
+    `one(layout, total, results)` adds the results of a branch to the rows that they are of, `first(layout, total,
+    results)` puts those of all rows, `many(parts)` adds totals, their heads apart: [B, n, K, G, D].
     """
 
     fills: Sequence[float]
     groups: Sequence[int]
     one: Callable[[Layout, Total, Any], Total]
+    first: Callable[[Layout, Total, Any], Total]
     many: Callable[[list[Total]], Total]
 
 
-# On CPUs every pass over all tokens costs: branches are added one by one, to the rows that they keep. A fused kernel
-# leaves its rows narrow and whole, and all its branches are added in one pass over the tokens.
+# On CPUs every pass over all tokens costs: branches are added one by one, to the rows that they keep; the first one,
+# where it keeps all, to nothing. A fused kernel leaves its rows narrow and whole, and all its branches are added in one
+# pass over the tokens.
 
 
 def add_branches(
@@ -46,14 +48,16 @@ def add_branches(
     What a branch sends goes after the collectives that gave the arrays `earlier`, and those of the branch before.
     """
     fused = []
-    for branch in plan.branches:
+    for number, branch in enumerate(plan.branches):
         layout = Layout(plan.rows(branch), plan.implementation(branch))
         compute_branch = functools.partial(compute, earlier=None if branch.is_local else earlier)
         if layout.implementation.IS_FUSED:
             results = compute_branch(layout, arrays)
             fused.append((layout, results))
         else:
-            results = total = _add_by_group(compute_branch, addition, layout, arrays, total)
+            is_first = number == 0 and layout.is_of_all(total[0].shape[2])
+            add = addition.first if is_first else addition.one
+            results = total = _add_by_group(compute_branch, add, layout, arrays, total)
         earlier = earlier if branch.is_local else results
     return _add_fused(fused, addition, total) if fused else total
 
@@ -71,11 +75,15 @@ def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total
 
 
 def _add_by_group(
-    compute: Callable[[Layout, Any], Any], addition: Addition, layout: Layout, arrays: Any, total: Total
+    compute: Callable[[Layout, Any], Any],
+    add_results: Callable[[Layout, Total, Any], Total],
+    layout: Layout,
+    arrays: Any,
+    total: Total,
 ) -> Total:
     """Adds a branch, group by group, so that only the rows of one group are copied."""
     side = layout.rows.side
-    add = lambda layout, arrays, total: addition.one(layout, total, compute(layout, arrays))
+    add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays))
     if side.num_groups == 1:
         return add(layout, arrays, total)
     size = side.shard_length // side.num_groups

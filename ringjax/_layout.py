@@ -28,6 +28,10 @@ class Layout(NamedTuple):
         """Returns the layout of keys."""
         return self._replace(rows=self.rows.of_keys())
 
+    def is_of_all(self, num_heads: int) -> bool:
+        """Returns whether all of so many heads keep all tokens."""
+        return self.rows.branch.branch.offset_rate == 1 and self.rows.heads.size == num_heads
+
     def of_part(self, side: Side) -> "Layout":
         """Returns the layout of a part of the rows."""
         return self._replace(rows=self.rows._replace(side=side))

@@ -16,6 +16,7 @@ from ringjax._block import accumulation_dtype, merge
 from ringjax._layout import Layout, Operand, Task, operand_of_keys
 from ringjax._meeting import Noise
 from ringjax._plan import Plan
+from ringjax._rows import Combine, put
 
 # Each strategy is a module of two functions: `forward` and `backward` of one task.
 STRATEGIES: dict[str, Any] = {"ring": _ring, "all_gather": _gather}
@@ -56,6 +57,9 @@ def shard_forward(query: Array, key: Array, value: Array, *context: Any, plan: P
         before = tuple(layout.take(array, groups) for array in total)
         return tuple(map(layout.put, total, merge_many([before, results])))
 
+    def put_first(layout: Layout, total: Any, results: Any) -> Any:
+        return tuple(map(layout.put, total, results))
+
     def merge_many(parts: list[Any]) -> Any:
         out, lse = merge([out for out, _ in parts], [lse[..., 0] for _, lse in parts])
         return out, lse[..., None]
@@ -64,7 +68,7 @@ def shard_forward(query: Array, key: Array, value: Array, *context: Any, plan: P
     out = jnp.zeros_like(query, accumulation_dtype(query, key, value), shape=out_shape)
     total: Any = _group_heads(out, plan), _group_heads(out[..., :1] - jnp.inf, plan)
     total = jax.tree.map(lambda array: _cast(array, axes), total)
-    addition = Addition((0.0, -jnp.inf), (groups, groups), merge_one, merge_many)
+    addition = Addition((0.0, -jnp.inf), (groups, groups), merge_one, put_first, merge_many)
     out, lse = add_branches(attend, addition, (arrays, context.documents), total, plan)
     return out.astype(query.dtype).reshape(out_shape), lse.reshape(query.shape[:-1])
 
@@ -117,12 +121,12 @@ def shard_backward(
         addends = backward(Task(queries, keys, _noise_of(layout, noise), plan, earlier))
         return addends._replace(query=plan.swap_back(layout.rows.branch, addends.query))
 
-    def add_one(layout: Layout, total: Any, addends: Any) -> Any:
+    def add_one(layout: Layout, total: Any, addends: Any, combine: Combine = put) -> Any:
         *tiles, parts = addends
         layouts, grads = (layout, layout.of_keys(), layout.of_keys()), list(total)
         for number, (one, addend) in enumerate(zip(layouts, tiles, strict=True)):
             if addend is not None:
-                grads[number] = one.put(grads[number], addend, jnp.add)
+                grads[number] = one.put(grads[number], addend, combine)
         for number, part, rows in parts:
             grads[number] = part.put_rows(grads[number], rows, jnp.add)
         return tuple(grads)
@@ -131,7 +135,8 @@ def shard_backward(
         return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), parts)
 
     grads = tuple(jnp.zeros_like(array, dtype) + zero for array in arrays)
-    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), add_one, add_many)
+    add_to = functools.partial(add_one, combine=jnp.add)
+    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), add_to, add_one, add_many)
     # The forward's rings come first, and those of layers behind it.
     earlier = lse, out_grad, lse_grad
     grads = add_branches(differentiate, addition, (arrays, of_queries, context.documents), grads, plan, earlier)

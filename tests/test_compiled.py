@@ -1,12 +1,13 @@
 """What eight-device programs compile to: the hops of the schedule, the kept rows alone, memory that shrinks."""
 
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
@@ -74,6 +75,8 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
     (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), length, 8, heads[1], is_causal)
     row, query, results = row_bytes(*heads)
+    if rate == 1:  # all tokens are kept: nobody asks for the lse
+        results = query
     parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
     hops = max(map(len, parts)) - 1
     assert hops > 0
@@ -81,7 +84,7 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
-    # Where causal shards swap halves to have the same work, these go there and back.
+    # Where causal shards swap halves to have the same work, these go there and the results back.
     swapped = slots // 2 if is_causal and fills_shards else 0
     expected = hops * slots * row.keys + swapped * (query + row.keys + results)
     assert sent(forward) == expected == forward_bytes(branch, query, row.keys, results)
@@ -169,6 +172,29 @@ def test_rows_hop_to_those_that_see_them_alone(branch, shard_length, is_causal, 
     assert sent(compile_backward(mesh, length, **arguments)) == min(of_queries, of_keys)
 
 
+def test_a_program_for_512_devices_is_that_for_8():
+    """Segments that straddle make the same hops on any number of devices, and take as long to lower."""
+
+    def lower(devices):
+        mesh = AbstractMesh((devices,), ("seq",), (AxisType.Auto,))
+        array = jax.ShapeDtypeStruct(
+            (1, 8192 * devices, HEADS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P(None, "seq"))
+        )
+        attend = lambda *arrays: ring_dilated_attention(*arrays, pattern=[Segments(3000)], is_causal=True, mesh=mesh)
+        gradient = jax.jit(jax.grad(lambda *arrays: attend(*arrays).sum(), (0, 1, 2)))
+        jax.clear_caches()
+        begin = time.process_time()
+        text = gradient.trace(array, array, array).lower(lowering_platforms=("cpu",)).as_text()
+        return time.process_time() - begin, text.count("collective_permute")
+
+    lower(8)
+    (of_few, permutes_of_few), (of_many, permutes_of_many) = (
+        min(lower(devices) for _ in range(3)) for devices in (8, 512)
+    )
+    assert permutes_of_few == permutes_of_many
+    assert of_many < 1.5 * of_few
+
+
 def test_segments_within_a_device_need_no_permute():
     arguments = {"segment_lengths": (64, 32), "dilation_rates": (1, 4), "is_causal": True}
     assert permutes(compile_attention(make_mesh(seq=8), 512, gradient=True, **arguments).as_text()) == []
@@ -218,9 +244,10 @@ def test_bytes_on_a_device_halve_when_the_devices_double(gradient):
 
 
 def test_memory_of_one_device_is_linear_in_the_tokens():
+    """But for the table of which tiles meet, which is small: with the least tiles it shows."""
     used = []
     for length in (4096, 8192, 16384):
-        arguments = {"segment_lengths": (length,), "dilation_rates": (1,), "block_size": 64}
+        arguments = {"segment_lengths": (length,), "dilation_rates": (1,), "block_size": 128}
         memory = compile_attention(make_mesh(seq=1), length, gradient=True, **arguments).memory_analysis()
         used.append(memory.temp_size_in_bytes)
     for fewer, more in itertools.pairwise(used):

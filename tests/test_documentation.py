@@ -20,7 +20,7 @@ from ringjax import ring_dilated_attention
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MODULES = ["_attention", "_attention_fn", "_device_order", "_pattern", "_reference", "linen", "nn"]
+MODULES = ["_attention", "_attention_fn", "_branch", "_device_order", "_pattern", "_reference", "linen", "nn"]
 
 
 @pytest.mark.parametrize("name", MODULES)

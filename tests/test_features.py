@@ -283,9 +283,9 @@ def test_all_features_stay_on_their_shards(gradient):
         assert sent == (shards - 1) * 37 * (2 * 2 * width * 4 + 4)
 
 
-def visits_of(documents, block_size=16, shards=1, **arguments):
+def visits_of(documents, branches=(Segments(128),), block_size=16, shards=1, **arguments):
     """The tiles that meet, and those that are whole, on one shard with one head."""
-    pattern = DilatedPattern.of_lengths(**{"segment_lengths": (128,), "dilation_rates": (1,), **arguments})
+    pattern = DilatedPattern(branches, **arguments)
     branch = make_schedule(pattern, documents.shape[1], shards, 1, True, block_size)[-1]
     rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
     tiles = documents.reshape(documents.shape[0], -1, 1, 1, branch.queries.block_rows).swapaxes(0, 1)
@@ -314,9 +314,19 @@ def test_blocks_whose_documents_do_not_meet_are_skipped():
 
 def test_a_union_skips_what_earlier_branches_hold():
     documents = np.zeros((1, 128), int)
-    visits = visits_of(documents, segment_lengths=(32, 128), dilation_rates=(1, 1), merge="union")
+    visits = visits_of(documents, (Segments(32), Segments(128)), merge="union")
     # Of 36 tiles up to the diagonal, the 4 * 3 within segments of 32 are left out, and no other is cut.
     assert int(visits.meets.sum()) == int(visits.is_whole.sum()) == 36 - 12
+
+
+def test_tiles_outside_a_window_are_not_visited():
+    documents = np.zeros((1, 128), int)
+    visits = visits_of(documents, (Window(40),))
+    assert int(visits.meets.sum()) == 1 + 2 + 3 + 5 * 4  # a tile's first query sees 39 tokens before it
+    assert int(visits.is_whole.sum()) == 7  # the tile before, but not the two in which the window ends
+    # What a window has taken, segments leave out: 36 tiles up to the diagonal, but those within it as a whole.
+    visits = visits_of(documents, (Window(40), Segments(128)), merge="union")
+    assert int(visits.meets.sum()) == 36 - 8 - 7
 
 
 def dropped(seed, rate=0.3, length=256, **arguments):

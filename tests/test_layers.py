@@ -34,7 +34,7 @@ ALLOWED = {
     "_ring": {"_cost", "_layout", "_meeting", "_order", "_schedule"},
     "_gather": {"_layout", "_meeting", "_ring"},
     "_addition": {"_layout", "_plan"},
-    "_shard": {"_addition", "_block", "_gather", "_layout", "_meeting", "_plan", "_ring"},
+    "_shard": {"_addition", "_block", "_gather", "_layout", "_meeting", "_plan", "_ring", "_rows"},
     "_rule": {"_plan", "_promotion", "_shard"},
     "_arguments": {"_branch", "_dropout"},
     "_attention": {

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from ringjax import DilatedPattern, ReachWarning, Segments, ring_dilated_attention
+from ringjax import DilatedPattern, ReachWarning, Segments, Window, ring_dilated_attention
 from ringjax._pattern import read_pattern
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
@@ -31,6 +31,27 @@ def test_multiplicity_counts_the_branches_that_hold_a_pair(offsets, merge, heads
             kept = (t % w) % r == offset and (s % w) % r == offset
             expected += kept and t // w == s // w and (s <= t or not is_causal)
         assert count[head, row, s] == (expected if merge == "lse" else expected > 0)
+
+
+@pytest.mark.parametrize("window", [Window(1), Window(4), Window(3, 2), Window(5, 4), Window(40, 3)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_by_its_definition(window, is_causal):
+    """Pair by pair, its counts of keys and its cache with them."""
+    length, query = 29, np.arange(29)
+    pattern = DilatedPattern([window], offsets="blocked")
+    count = pattern.multiplicity(length, 3, is_causal)
+    for t, s in itertools.product(range(length), repeat=2):
+        distance = abs(t - s)
+        expected = distance < window.size * window.rate and distance % window.rate == 0 and (s <= t or not is_causal)
+        assert (count[:, t, s] == expected).all()
+    for start, stop in ((0, length), (7, 12), (20, 60)):
+        seen = window.count(query, start, stop, 0, length, is_causal)
+        np.testing.assert_array_equal(seen, count[0, :, start:stop].sum(axis=1))
+    row = np.arange(window.num_cached(length))
+    for last in range(length):
+        token, is_row = window.cached(row, last, np.array([[0]]))
+        needed = set(np.nonzero(count[0, last + 1])[0]) - {last + 1} if last + 1 < length else set()
+        assert {s for s in needed if s <= last} <= set(token[is_row])
 
 
 @pytest.mark.parametrize(("num_heads", "sizes"), [(3, [1, 1, 1]), (5, [2, 2, 1]), (7, [3, 2, 2]), (12, [4, 4, 4])])
@@ -95,6 +116,14 @@ def test_wrong_patterns_are_refused(lengths, rates, offsets, error, words, unche
         (lambda: Segments(0), ValueError, "length=0 of Segments is below 1"),
         (lambda: Segments(8, 0), ValueError, "rate=0 of Segments is below 1"),
         (lambda: Segments(2.0), TypeError, "length=2.0 of Segments must be an integer"),
+        (lambda: Window(0), ValueError, "size=0 of Window is below 1"),
+        (lambda: Window(4, -1), ValueError, "rate=-1 of Window is below 1"),
+        (lambda: Window(1.5), TypeError, "size=1.5 of Window must be an integer"),
+        (
+            lambda: DilatedPattern([Window(4), Window(8)], heads="grouped").reach(8, 1),
+            ValueError,
+            "heads='grouped' deals 1 key/value heads out over 2 branches",
+        ),
         (lambda: Segments(2, 4), ValueError, "Segments(length=2, rate=4) has a rate above its length"),
         (lambda: DilatedPattern([]), ValueError, "pattern has no branches"),
         (lambda: DilatedPattern(8), TypeError, "pattern has the branch 8: make each a ringjax.Segments"),

@@ -230,6 +230,26 @@ def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
     assert all(len(set(step)) == 1 for step in steps)
 
 
+@pytest.mark.parametrize("window", [Window(40), Window(150), Window(9, 4), Window(7, 5)])
+def test_a_causal_window_is_the_same_work_on_all_devices_but_the_first(window):
+    """Each computes the pairs of its own queries and no others, so none more than those inside."""
+    shards, shard_length = 8, 64
+    (branch,) = make_schedule(DilatedPattern([window]), shards * shard_length, shards, 1, is_causal=True)
+    pairs = []
+    for shard in range(shards):
+        queries = tokens_of(branch, branch.queries, shard, 0)
+        assert set(queries.ravel() // shard_length) == {shard}
+        came = [
+            tokens_of(branch, side, source, 0) for source, side in meetings(branch, shard, branch.key_legs, branch.keys)
+        ]
+        pairs.append(
+            sum(held_pairs(branch, t, s, 0).sum() for keys in came for t, s in zip(queries, keys, strict=True))
+        )
+    inner = window.count(np.arange(4 * shard_length, 5 * shard_length), 0, 512, 0, 512, is_causal=True).sum()
+    assert pairs[4] == inner
+    assert max(pairs) <= 1.02 * inner
+
+
 def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
     for num_shards, segment_length in ((8, 64), (8, 24), (7, 32), (5, 1000)):
         (branch,) = make_schedule(
