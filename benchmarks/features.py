@@ -1,4 +1,4 @@
-"""What documents, unions, caps and dropout cost beside plain causal attention, on one device.
+"""What documents, unions, caps, dropout and windows cost beside plain causal attention, on one device.
 
 `python -m benchmarks.features`
 """
@@ -14,16 +14,18 @@ import numpy as np
 import ringjax
 from benchmarks.environment import run_module
 from benchmarks.timing import HEADS, WIDTH, save, time_in_turns
+from ringjax import Segments, Window
 
-LENGTH = 8192
-DENSE = {"segment_lengths": (LENGTH,), "dilation_rates": (1,)}
-LONGNET = {"segment_lengths": (2048, LENGTH), "dilation_rates": (1, 1)}
+LENGTH, LONG = 8192, 32768
+DENSE = {"pattern": [Segments(LENGTH)]}
+LONGNET = {"pattern": [Segments(2048), Segments(LENGTH)]}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int | None]] = {
     # What is measured, what it is compared with, and the number of equal documents.
     "one document": (DENSE, DENSE, 1),
     "8 documents": (DENSE, DENSE, 8),
     "soft cap": ({**DENSE, "logits_soft_cap": 50.0}, DENSE, None),
     "dropout": ({**DENSE, "dropout_rate": 0.1, "dropout_seed": 0}, DENSE, None),
+    "window of 1024, T=32768": ({"pattern": [Window(1024)]}, {"pattern": [Segments(LONG)]}, None),
     "union of 2048 and 8192, both at rate 1": ({**LONGNET, "merge": "union"}, LONGNET, None),
 }
 
@@ -31,7 +33,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int | None]] = {
 def measure(case: str) -> None:
     """Times a case and what it is compared with in turns, and prints the ratios of their best times as JSON."""
     changed, plain, num_documents = CASES[case]
-    arrays = [jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, 1, LENGTH, HEADS, WIDTH))]
+    length = LONG if str(LONG) in case else LENGTH
+    arrays = [jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, 1, length, HEADS, WIDTH))]
     ids = None if num_documents is None else jnp.arange(LENGTH, dtype=jnp.int32)[None] * num_documents // LENGTH
     calls = {}
     for name, arguments, document_ids in (("plain", plain, None), ("changed", changed, ids)):

@@ -15,25 +15,33 @@ import numpy as np
 import ringjax
 from benchmarks.environment import run_module
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns, yardsticks
+from ringjax import Segments, Window
+from ringjax._branch import Branch
 
-CASES = {
-    "full, T=8192": (8192, (8192,), (1,), False),
-    "causal, T=8192": (8192, (8192,), (1,), True),
-    "many short segments, T=8192": (8192, (64,), (1,), False),
-    "LongNet, causal, T=32768": (32768, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), True),
+LONGNET: list[Branch] = [Segments(2048 * rate, rate) for rate in (1, 2, 4, 8, 16)]
+CASES: dict[str, tuple[int, list[Branch], bool]] = {
+    "full, T=8192": (8192, [Segments(8192)], False),
+    "causal, T=8192": (8192, [Segments(8192)], True),
+    "many short segments, T=8192": (8192, [Segments(64)], False),
+    "LongNet, causal, T=32768": (32768, LONGNET, True),
+    "causal window of 1024, T=32768": (32768, [Window(1024)], True),
 }
 
 
-def calls_of(length: int, segment_lengths: Any, dilation_rates: Any, is_causal: bool) -> tuple[float, Any, Any]:
+def count_pairs(branch: Branch, length: int, is_causal: bool) -> float:
+    """Returns the pairs that a head keeps of a branch, on average over its offsets."""
+    query = np.arange(length)
+    counts = [branch.count(query, 0, length, offset, length, is_causal).sum() for offset in range(branch.offset_rate)]
+    return float(np.mean(counts))
+
+
+def calls_of(length: int, branches: list[Branch], is_causal: bool) -> tuple[float, Any, Any]:
     """Returns the operations of the kept pairs, the forward call, and the call of the gradient."""
     arrays = [jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, 1, length, HEADS, WIDTH))]
-    pairs = sum(length * w / r**2 for w, r in zip(segment_lengths, dilation_rates, strict=True))
-    operations = 4 * HEADS * WIDTH * pairs / (2 if is_causal else 1)
+    operations = 4 * HEADS * WIDTH * sum(count_pairs(branch, length, is_causal) for branch in branches)
 
     def attend(*arrays: jax.Array) -> Any:
-        return ringjax.ring_dilated_attention(
-            *arrays, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal
-        )
+        return ringjax.ring_dilated_attention(*arrays, pattern=branches, is_causal=is_causal)
 
     forward = jax.jit(attend)
     gradient = jax.jit(jax.grad(lambda *arrays: attend(*arrays).sum(), (0, 1, 2)))

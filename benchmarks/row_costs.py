@@ -38,12 +38,12 @@ def leave_out_blocks() -> None:
     STRATEGIES["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
 
 
-def batched_einsum(length: int, segment_lengths: Any, *_: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def batched_einsum(length: int, branches: Any, *_: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Returns the calls of plain attention with each segment as one of a batch."""
     arrays = [jnp.asarray(a, jnp.float32) for a in np.random.default_rng(0).normal(size=(3, 1, length, HEADS, WIDTH))]
 
     def attend(*arrays: jax.Array) -> jax.Array:
-        segments = (array.reshape(-1, segment_lengths[0], HEADS, WIDTH) for array in arrays)
+        segments = (array.reshape(-1, branches[0].length, HEADS, WIDTH) for array in arrays)
         return jax.nn.dot_product_attention(*segments).reshape(arrays[0].shape)
 
     forward = jax.jit(attend)
