@@ -4,6 +4,7 @@
 `python benchmarks/on_gpu.py --rehearse` runs the same code at small sizes on any device, and writes nothing.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -176,7 +177,7 @@ def emulated_ring() -> list[dict[str, Any]]:
         (branch,) = make_schedule(
             ringjax.DilatedPattern([ringjax.Segments(length)]), length, shards, HEADS, True, block
         )
-        branch = branch if REHEARSAL else branch.in_whole_chunks(KERNEL)
+        branch = dataclasses.replace(implementation.prepare(branch), implementation=KERNEL)
         chunks = [
             tuple(
                 _computed_rows(array, branch, shard, implementation, index == 0) for index, array in enumerate(arrays)

@@ -22,11 +22,12 @@ from ringjax._arguments import (
 )
 from ringjax._block import Weighting, accumulation_dtype
 from ringjax._branch import Branch
-from ringjax._implementation import IMPLEMENTATIONS, Implementation, implement
+from ringjax._implementation import IMPLEMENTATIONS, ImplementationName, implement
 from ringjax._mesh import check_mesh, find_placement
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
 from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
+from ringjax._protocol import Request
 from ringjax._rule import ring_attention
 from ringjax._schedule import make_schedule
 from ringjax._shard import STRATEGIES, Context
@@ -56,7 +57,7 @@ class Options(TypedDict, total=False):
     broadcast_dropout: bool
     precision: Any
     strategy: Strategy
-    implementation: Implementation | None
+    implementation: ImplementationName | None
     block_size: int | None
     mesh: Mesh | AbstractMesh | None
     axis_name: str
@@ -95,7 +96,7 @@ def ring_dilated_attention(
     precision: Any = None,
     return_residual: bool = False,
     strategy: Strategy = "ring",
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     block_size: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
@@ -219,9 +220,10 @@ def ring_dilated_attention(
         "heads='grouped' over a mesh axis": pattern.heads == "grouped" and placement.heads,
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
-    arrays, place = (query, key, value), (placement.platform, strategy, placement.unmapped)
-    has_lse_grad = return_residual or sinks is not None
-    implemented = implement(branches, implementation, arrays, *place, needs, has_lse_grad)
+    request = Request(
+        query, key, value, placement.platform, strategy, placement.unmapped, needs, return_residual or sinks is not None
+    )
+    implemented = implement(branches, implementation, request)
     is_elsewhere = implementation is None and implemented != branches and not placement.is_platform_known
     plan = Plan(
         pattern=pattern,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax._block import Keys, Weighting, accumulation_dtype, merge
 from ringjax._meeting import Meeting, Noise, Slots
+from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
 
@@ -68,14 +69,21 @@ class FusedGradients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused:
+class Fused(Implementation):
     """The implementation by a fused kernel, of branches that are dense."""
 
     kernel: Kernel
 
-    # Of an array that is laid out, the axis along which the slots of a shard follow each other.
-    SLOTS_AXIS = 1
-    IS_FUSED = True
+    slots_axis = 1
+    is_added_at_once = True
+
+    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+        arrays = request.query, request.key, request.value
+        reason = self.kernel.obstacle(*arrays, request.platform, ALIGNMENT if request.has_lse_grad else 0)
+        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch, request.strategy)
+
+    def prepare(self, branch: BranchSchedule) -> BranchSchedule:
+        return branch.in_whole_chunks()
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts chunks beside batches, and all heads in one dimension."""
@@ -133,8 +141,9 @@ class Fused:
         more = () if lse_grad is None else (jnp.where(attends, lse_grad, 0)[..., None],)
         return out_grad, out, jnp.where(attends, lse, jnp.inf)[..., None], *more
 
-    def make_queries(self, query: Array, out_grad: Array, out: Array, *narrow: Array) -> FusedQueries:
+    def make_queries(self, *arrays: Array) -> FusedQueries:
         """Makes what `backward` takes, of arrays that are laid out."""
+        query, out_grad, out, *narrow = arrays
         return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
 
     def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> FusedGradients:
@@ -240,8 +249,17 @@ def _first_of(column: Any, array: Array) -> Array:
     return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, ALIGNMENT - 1)])
 
 
-def obstacle(branch: BranchSchedule, strategy: str) -> str | None:
-    """Returns why no fused kernel can compute a branch, None where one can."""
+def _obstacle_of_request(request: Request) -> str | None:
+    if request.needs:
+        return f"no fused kernel knows {', '.join(request.needs)}"
+    if request.unmapped:
+        # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
+        axes = request.unmapped
+        return f"the mesh axes {axes} are Auto: say with spec=P(...) what they cut, or make them Explicit"
+    return None
+
+
+def _obstacle_of_branch(branch: BranchSchedule, strategy: str) -> str | None:
     name = f"the branch {branch.branch}"
     if branch.is_general:
         return "queries and keys lie at different positions"

@@ -1,52 +1,54 @@
-"""Which implementation computes each branch: the one that is named, or the fastest that can."""
+"""Which implementation computes each branch: the one that is named, or the first of a preference that can."""
 
+import dataclasses
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
-from ringjax import _cudnn, _fused, _xla
+from ringjax import _cudnn
 from ringjax._fused import Fused
+from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
+from ringjax._xla import Xla
 
-Implementation = Literal["xla", "cudnn"]
+ImplementationName = Literal["xla", "cudnn"]
 
-IMPLEMENTATIONS: dict[str, Any] = {"xla": _xla, "cudnn": Fused(_cudnn)}
-FASTEST = "cudnn"
+# By preference: the last one serves everything, and of the others each says itself what it cannot.
+IMPLEMENTATIONS: dict[str, Implementation] = {"cudnn": Fused(_cudnn), "xla": Xla()}
 
 
-def implement(
-    branches: tuple[BranchSchedule, ...],
-    name: str | None,
-    arrays: Any,
-    platform: str,
-    strategy: str,
-    unmapped: tuple[str, ...],
-    needs: tuple[str, ...] = (),
-    has_lse_grad: bool = False,
-) -> tuple[BranchSchedule, ...]:
+def implement(branches: tuple[BranchSchedule, ...], name: str | None, request: Request) -> tuple[BranchSchedule, ...]:
     """Returns the branches with their implementations.
-
-    `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
-    masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient.
 
     Raises:
       ValueError: if the named implementation cannot serve all branches.
     """
-    implementation = IMPLEMENTATIONS[name or FASTEST]
-    if implementation is _xla:
-        return branches
-    obstacle = implementation.kernel.obstacle(*arrays, platform, _fused.ALIGNMENT if has_lse_grad else 0)
-    if obstacle is None and needs:
-        obstacle = f"no fused kernel knows {', '.join(needs)}"
-    elif obstacle is None and unmapped:
-        # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
-        obstacle = f"the mesh axes {unmapped} are Auto: say with spec=P(...) what they cut, or make them Explicit"
-        if name is None:
-            warnings.warn(f"attention is computed without a fused kernel: {obstacle}", stacklevel=3)
-    served = []
-    for branch in branches:
-        fused = branch.in_whole_chunks(name or FASTEST)
-        reason = obstacle or _fused.obstacle(fused, strategy)
-        if reason and name is not None:
-            raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
-        served.append(branch if reason else fused)
-    return tuple(served)
+    names = IMPLEMENTATIONS if name is None else (name,)
+    if name is None and request.unmapped:
+        _warn_of_axes(branches, request)
+    return tuple(_choose(branch, tuple(names), request) for branch in branches)
+
+
+def _choose(branch: BranchSchedule, names: tuple[str, ...], request: Request) -> BranchSchedule:
+    reason = None
+    for name in names:
+        prepared = _prepare(branch, name)
+        reason = IMPLEMENTATIONS[name].obstacle(request, prepared)
+        if reason is None:
+            return prepared
+    raise ValueError(f"implementation={names[-1]!r} cannot serve: {reason}; leave it out for the fastest that can")
+
+
+def _prepare(branch: BranchSchedule, name: str) -> BranchSchedule:
+    return dataclasses.replace(IMPLEMENTATIONS[name].prepare(branch), implementation=name)
+
+
+def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> None:
+    """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
+    for name, implementation in IMPLEMENTATIONS.items():
+        for branch in branches:
+            prepared = _prepare(branch, name)
+            if implementation.obstacle(request._replace(unmapped=()), prepared) is None:
+                reason = implementation.obstacle(request, prepared)
+                if reason is not None:
+                    warnings.warn(f"attention is computed without a fused kernel: {reason}", stacklevel=4)
+                return

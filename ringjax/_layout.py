@@ -13,6 +13,7 @@ from ringjax._block import Keys
 from ringjax._meeting import Noise, Slots, Tiles
 from ringjax._order import after
 from ringjax._plan import Plan
+from ringjax._protocol import Implementation
 from ringjax._rows import Combine, Rows
 from ringjax._schedule import BranchSchedule, Leg
 from ringjax._side import Side
@@ -22,7 +23,7 @@ class Layout(NamedTuple):
     """The rows of queries, or of keys, of a branch as its implementation has them."""
 
     rows: Rows
-    implementation: Any
+    implementation: Implementation
 
     def of_keys(self) -> "Layout":
         """Returns the layout of keys."""
@@ -126,7 +127,7 @@ class Task(NamedTuple):
         return self.queries.layout.rows.branch
 
     @property
-    def implementation(self) -> Any:
+    def implementation(self) -> Implementation:
         """What computes the branch."""
         return self.queries.layout.implementation
 

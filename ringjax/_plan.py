@@ -15,6 +15,7 @@ from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Noise
 from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
+from ringjax._protocol import Implementation
 from ringjax._rows import Heads, Rows, pick
 from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule
 
@@ -126,8 +127,8 @@ class Plan:
         return noise._replace(batch=batch.reshape(-1) * 0, head=head * 0) if self.broadcast_dropout else noise
 
     @staticmethod
-    def implementation(branch: BranchSchedule) -> Any:
-        """Returns the module or object that computes a branch."""
+    def implementation(branch: BranchSchedule) -> Implementation:
+        """Returns what computes a branch."""
         return IMPLEMENTATIONS[branch.implementation]
 
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
@@ -161,11 +162,11 @@ class Plan:
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
     def _halves(self, branch: BranchSchedule, array: Array) -> Sequence[Array]:
-        axis = self.implementation(branch).SLOTS_AXIS
+        axis = self.implementation(branch).slots_axis
         return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
 
     def _join(self, branch: BranchSchedule, *halves: Array) -> Array:
-        return jax.lax.concatenate(halves, self.implementation(branch).SLOTS_AXIS)
+        return jax.lax.concatenate(halves, self.implementation(branch).slots_axis)
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""

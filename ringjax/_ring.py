@@ -41,25 +41,30 @@ def forward(task: Task) -> Any:
     halos = [task.send(task.keys, leg) for leg in branch.key_legs if leg.halo]
     keys = task.take_swapped(task.keys)
     partial = implementation.start(queries.arrays, keys.arrays.value)
-    legs = [leg for leg in branch.key_legs if leg.rotations]
-    if not legs:
+    rotating = [leg for leg in branch.key_legs if leg.rotations]
+    if not rotating:
         partial = attend(partial, task.keys, keys)
-    for number, leg in enumerate(legs):
-
-        def rotate_and_attend(carry: Any, hops: Array, direction: int = leg.direction) -> tuple[Any, None]:
-            keys, partial = carry
-            arriving = plan.hop(branch, keys, direction)
-            return (arriving, attend(partial, task.keys, keys, hops, direction)), None
-
-        # The first leg begins with a shard's own keys.
-        keys_of_leg = after(keys, partial if number else halos)
-        keys_of_leg = plan.hop(branch, keys_of_leg, leg.direction) if number else keys_of_leg
-        hops = jnp.arange(min(number, 1), leg.rotations, dtype=jnp.uint32)
-        (keys_of_leg, partial), _ = jax.lax.scan(rotate_and_attend, (keys_of_leg, partial), hops)
-        partial = attend(partial, task.keys, keys_of_leg, leg.rotations, leg.direction)
+    for number, leg in enumerate(rotating):  # the first begins with a shard's own keys
+        earlier = partial if number else halos
+        partial = _attend_around(task, leg, after(keys, earlier), attend, partial, first_hop=min(number, 1))
     for leg, halo in zip(branch.key_legs, halos, strict=False):
         partial = attend(partial, task.keys.of_halo(leg), halo, leg.rotations + 1, leg.direction)
     return partial
+
+
+def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any], partial: Any, first_hop: int) -> Any:
+    """Attends to the keys that come by in the rotations of a leg, from their hop number `first_hop` on."""
+    hop = functools.partial(task.plan.hop, task.branch, hops=leg.direction)
+
+    def hop_and_attend(carry: Any, hops: Array) -> tuple[Any, None]:
+        keys, partial = carry
+        arriving = hop(keys)
+        return (arriving, attend(partial, task.keys, keys, hops, leg.direction)), None
+
+    carry = hop(keys) if first_hop else keys, partial
+    carry, _ = jax.lax.scan(hop_and_attend, carry, jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32))
+    keys, partial = carry
+    return attend(partial, task.keys, keys, leg.rotations, leg.direction)
 
 
 def backward(task: Task) -> Addends:

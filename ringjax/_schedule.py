@@ -88,11 +88,10 @@ class BranchSchedule:
         """Returns the schedule in which each group of each shard is a shard of its own."""
         return dataclasses.replace(self, queries=self.queries.of_group(), keys=self.keys.of_group())
 
-    def in_whole_chunks(self, implementation: str) -> "BranchSchedule":
-        """Returns the schedule of an implementation that computes whole chunks, one to a tile."""
+    def in_whole_chunks(self) -> "BranchSchedule":
+        """Returns the schedule in which chunks are computed as a whole."""
         whole = lambda side: dataclasses.replace(side, max_block_rows=side.length)
-        sides = {"queries": whole(self.queries), "keys": whole(self.keys)}
-        return dataclasses.replace(self, **sides, implementation=implementation)
+        return dataclasses.replace(self, queries=whole(self.queries), keys=whole(self.keys))
 
     # Ways: where rows are after some rotations.
 

@@ -98,15 +98,15 @@ def shard_backward(
     context = _group_context(Context(*context), axes)
     noise = plan.noise(context.seed, query.shape[:-3], query.shape[-2])
     dtype = lse.dtype
-    out_grad = jnp.zeros_like(out) if out_grad is None else out_grad
+    cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
-    arrays, out_grad, zero = jax.lax.optimization_barrier((arrays, out_grad, jnp.zeros((), dtype)))
+    arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, jnp.zeros((), dtype)))
     groups = query.shape[-2] // plan.local_heads
     # What the backward of each implementation needs of a query, before any rows are taken.
     of_queries = {
         branch.implementation: [
-            _group_heads(array, plan) for array in plan.implementation(branch).of_queries(out, lse, out_grad, lse_grad)
+            _group_heads(array, plan) for array in plan.implementation(branch).of_queries(out, lse, cotangent, lse_grad)
         ]
         for branch in plan.branches
     }
@@ -138,7 +138,7 @@ def shard_backward(
     add_to = functools.partial(add_one, combine=jnp.add)
     addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), add_to, add_one, add_many)
     # The forward's rings come first, and those of layers behind it.
-    earlier = lse, out_grad, lse_grad
+    earlier = lse, cotangent, lse_grad
     grads = add_branches(differentiate, addition, (arrays, of_queries, context.documents), grads, plan, earlier)
     return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
 

@@ -11,58 +11,77 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax import _block
 from ringjax._block import Gradients, Keys, Partial, Queries, Weighting
-from ringjax._meeting import Meeting, make_mask, see_keys, see_queries
+from ringjax._meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
+from ringjax._protocol import Implementation, Request
+from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
 
-# Of an array that is laid out, the axis along which the slots of a shard follow each other.
-SLOTS_AXIS = 0
-IS_FUSED = False
 
-__all__ = ["see_keys", "see_queries"]  # what masks need to know of rows, wherever they are
+class Xla(Implementation):
+    """The implementation by tiles."""
 
-start, finish = _block.start, _block.finish
-start_gradients, finish_gradients = _block.start_gradients, _block.finish_gradients
+    slots_axis = 0
+    is_added_at_once = False
 
+    def obstacle(self, request: Request, branch: BranchSchedule) -> None:
+        del request, branch
 
-def lay_out(side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-    """Cuts rows into tiles; those of queries with their groups G apart."""
-    sizes = {"C": side.chunks_per_tile, "R": side.block_rows}
-    if groups is None:
-        return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
-    return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
+    def prepare(self, branch: BranchSchedule) -> BranchSchedule:
+        return branch
 
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        sizes = {"C": side.chunks_per_tile, "R": side.block_rows}
+        if groups is None:
+            return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
+        return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
 
-def take_back(side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-    """Undoes `lay_out`, given the number of key/value heads."""
-    del side, heads
-    if tiles.ndim == 6:
-        return rearrange(tiles, "I B C K R H -> B (I C R) K H")
-    return rearrange(tiles, "I B C K G R H -> B (I C R) K (G H)")
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        del side, heads
+        if tiles.ndim == 6:
+            return rearrange(tiles, "I B C K R H -> B (I C R) K H")
+        return rearrange(tiles, "I B C K G R H -> B (I C R) K (G H)")
 
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
+        return see_queries(slots, noise)
 
-def of_queries(
-    out: Float[Array, "*B n N V"], lse: Float[Array, "*B n N"], out_grad: Float[Array, "*B n N V"], lse_grad: Any
-) -> tuple[Array, ...]:
-    """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
-    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
-    if lse_grad is not None:
-        delta -= lse_grad
-    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
-    attends = lse > -jnp.inf
-    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
-    return out_grad, lse[..., None], delta[..., None]
+    def see_keys(self, slots: Slots) -> View:
+        return see_keys(slots)
 
+    def start(self, query: Array, value: Array) -> Partial:
+        return _block.start(query, value)
 
-def make_queries(query: Array, out_grad: Array, lse: Array, delta: Array) -> Queries:
-    """Makes what `backward` takes, of arrays that are laid out."""
-    return Queries(query, out_grad, lse[..., 0], delta[..., 0])
+    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
+        return _block.forward(query, keys, make_mask(meeting), weighting, partial)
 
+    def finish(self, partial: Partial) -> tuple[Array, Array]:
+        return _block.finish(partial)
 
-def forward(query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
-    """Adds the attention of queries on keys to a softmax under way."""
-    return _block.forward(query, keys, make_mask(meeting), weighting, partial)
+    def of_queries(
+        self,
+        out: Float[Array, "*B n N V"],
+        lse: Float[Array, "*B n N"],
+        out_grad: Float[Array, "*B n N V"],
+        lse_grad: Any,
+    ) -> tuple[Array, ...]:
+        delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
+        if lse_grad is not None:
+            delta -= lse_grad
+        # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+        attends = lse > -jnp.inf
+        lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
+        return out_grad, lse[..., None], delta[..., None]
 
+    def make_queries(self, *arrays: Array) -> Queries:
+        query, out_grad, lse, delta = arrays
+        return Queries(query, out_grad, lse[..., 0], delta[..., 0])
 
-def backward(queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients) -> Gradients:
-    """Adds what the pairs that meet contribute to sums of gradients under way."""
-    return _block.backward(queries, keys, make_mask(meeting), weighting, grads)
+    def start_gradients(self, queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
+        return _block.start_gradients(queries, keys, step, **given)
+
+    def backward(
+        self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients
+    ) -> Gradients:
+        return _block.backward(queries, keys, make_mask(meeting), weighting, grads)
+
+    def finish_gradients(self, grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+        return _block.finish_gradients(grads, weighting)

@@ -14,7 +14,7 @@ from ringjax._attention import Strategy
 from ringjax._branch import Branch
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
-from ringjax._implementation import Implementation
+from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 
 __all__ = ["RingDilatedAttention"]
@@ -98,7 +98,7 @@ class RingDilatedAttention(linen.Module):
     deterministic: bool | None = None
     decode: bool = False
     strategy: Strategy = "ring"
-    implementation: Implementation | None = None
+    implementation: ImplementationName | None = None
     precision: Any = None
     force_fp32_for_softmax: bool = False
     dtype: Any = None

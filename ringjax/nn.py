@@ -13,7 +13,7 @@ from ringjax._attention import Strategy
 from ringjax._branch import Branch
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
-from ringjax._implementation import Implementation
+from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 
 __all__ = ["RingDilatedAttention"]
@@ -105,7 +105,7 @@ class RingDilatedAttention(nnx.Module):
         deterministic: bool | None = None,
         decode: bool = False,
         strategy: Strategy = "ring",
-        implementation: Implementation | None = None,
+        implementation: ImplementationName | None = None,
         precision: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,

@@ -29,6 +29,13 @@ PATTERNS = {
         "sinks": True,
         "sinks_init": jax.nn.initializers.normal(2.0),
     },
+    "a window": {"pattern": (ringjax.Window(6),), "sinks": True, "sinks_init": jax.nn.initializers.normal(2.0)},
+    "grouped windows": {
+        "pattern": (ringjax.Window(5, 2), ringjax.Segments(9)),
+        "heads": "grouped",
+        "sinks": True,
+        "sinks_init": jax.nn.initializers.normal(2.0),
+    },
     "grouped": {
         "segment_lengths": (5, 64),
         "dilation_rates": (1, 3),
@@ -84,7 +91,8 @@ def continued(step, length=PROMPT):
         *(("longnet", mesh) for mesh in MESHES),
         ("straddling union", "auto"),
         ("windows", "auto"),
-        ("windows", "none"),
+        ("a window", "none"),
+        ("grouped windows", "explicit"),
         ("grouped", "explicit"),
     ],
 )

@@ -172,7 +172,7 @@ def calls(draw):
         "uses": draw(st.sampled_from(["out", "lse", "both"])),
         "sinks": np.array([draw(st.floats(-3, 3))]) if draw(st.booleans()) else None,
     }
-    return draw(st.sampled_from([1, 2, 3, 8])), draw(st.sampled_from(list(AxisType)[:2])), arguments
+    return draw(st.sampled_from([1, 2, 3, 5, 8])), draw(st.sampled_from(list(AxisType)[:2])), arguments
 
 
 def check_combination(call):

@@ -1,0 +1,101 @@
+"""The interface of implementations: what computes where rows of queries and of keys meet."""
+
+import abc
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float, Shaped
+
+from ringjax._block import Keys, Weighting
+from ringjax._meeting import Meeting, Noise, Slots
+from ringjax._schedule import BranchSchedule
+from ringjax._side import Side
+
+
+class Request(NamedTuple):
+    """What a call asks for: the arrays or their shapes, the platform, and how rows travel.
+
+    `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
+    masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    platform: str
+    strategy: str
+    unmapped: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    has_lse_grad: bool = False
+
+
+class Implementation(abc.ABC):
+    """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
+
+    What it makes of rows are its own: queries, softmaxes under way (partials) and gradients, trees of arrays that are
+    laid out. Only the axis of their slots is known.
+    """
+
+    slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
+    is_added_at_once: bool  # whether all branches are added in one pass over the tokens, or one by one to their rows
+
+    @abc.abstractmethod
+    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+        """Returns why it cannot serve a request in a branch, None where it can."""
+
+    @abc.abstractmethod
+    def prepare(self, branch: BranchSchedule) -> BranchSchedule:
+        """Returns the schedule in tiles of its own."""
+
+    @abc.abstractmethod
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Lays rows out; those of queries with their groups apart."""
+
+    @abc.abstractmethod
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        """Undoes `lay_out`, given the number of key/value heads."""
+
+    @abc.abstractmethod
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> Any:
+        """Returns what it sees of slots of queries, whose dropout is drawn from `noise`."""
+
+    @abc.abstractmethod
+    def see_keys(self, slots: Slots) -> Any:
+        """Returns what it sees of slots of keys."""
+
+    @abc.abstractmethod
+    def start(self, query: Array, value: Array) -> Any:
+        """Returns the softmax of nothing."""
+
+    @abc.abstractmethod
+    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Any) -> Any:
+        """Adds the attention of queries on keys to a softmax under way."""
+
+    @abc.abstractmethod
+    def finish(self, partial: Any) -> tuple[Array, Array]:
+        """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
+
+    @abc.abstractmethod
+    def of_queries(
+        self,
+        out: Float[Array, "*B n N V"],
+        lse: Float[Array, "*B n N"],
+        out_grad: Float[Array, "*B n N V"],
+        lse_grad: Any,
+    ) -> tuple[Array, ...]:
+        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+
+    @abc.abstractmethod
+    def make_queries(self, *arrays: Array) -> Any:
+        """Makes what `backward` takes, of queries and what `of_queries` gives, laid out."""
+
+    @abc.abstractmethod
+    def start_gradients(self, queries: Any, keys: Keys, step: Any = 0, **given: Array) -> Any:
+        """Returns the gradients of nothing but those given; `step` is the number of a loop around."""
+
+    @abc.abstractmethod
+    def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:
+        """Adds what the pairs that meet contribute to sums of gradients under way."""
+
+    @abc.abstractmethod
+    def finish_gradients(self, grads: Any, weighting: Weighting) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values, laid out as these are."""
