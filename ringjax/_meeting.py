@@ -124,7 +124,8 @@ class Slots(NamedTuple):
                 is_kept = earlier.keeps(token, pick(offsets, heads.classes)[:, None])
                 label = jnp.where(is_kept, earlier.group(token).astype(jnp.int32), -2 if of_keys else -1)[:, None]
             if not (of_keys or earlier.is_by_group):
-                first, last = _interval(earlier.seen(token, self.branch.is_causal), self.branch)
+                # On both sides, causal or not: so a tile on the diagonal is taken as a whole.
+                first, last = _interval(earlier.seen(token))
             taken.append(Taken(label, first, last))
         return documents, residue, tuple(taken)
 
@@ -190,7 +191,7 @@ def _mask_queries(slots: Slots, noise: Noise | None = None) -> QueryMask:
     document, residue, taken = slots.labels(token)
     is_row = slots.of_members(is_row, document)
     stream = () if noise is None else noise.stream(token)
-    first, last = _interval(slots.side.branch.seen(token, branch.is_causal), branch)
+    first, last = _interval(slots.side.branch.seen(token, branch.is_causal), branch.is_causal)
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
     elif branch.is_dense:  # where rows share a tile, they share a segment
@@ -205,8 +206,8 @@ def _mask_keys(slots: Slots) -> KeyMask:
     return KeyMask(position, slots.of_members(is_row, document), document, residue, taken)
 
 
-def _interval(positions: tuple[Any, Any], branch: BranchSchedule) -> tuple[Int[Array, "J 1 C O R"], ...]:
+def _interval(positions: tuple[Any, Any], is_causal: bool = False) -> tuple[Int[Array, "J 1 C O R"], ...]:
     first, last = positions
-    if not branch.is_causal:  # it may end beyond the 31 bits of positions
+    if not is_causal:  # it may end beyond the 31 bits of positions
         last = jnp.minimum(last, EMPTY[0] - 1)
     return first.astype(jnp.int32)[:, None], last.astype(jnp.int32)[:, None]
