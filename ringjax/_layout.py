@@ -142,8 +142,11 @@ class Task(NamedTuple):
     def send(self, operand: Operand, leg: Leg) -> Tiles:
         """Sends the halo of an operand, and returns the one that arrives."""
         halo = operand.of_halo(leg)
-        rows = after(halo.take_rows(), self.earlier)
-        return halo.lay_out(self.plan.hop(self.branch, rows, leg.halo_hops))
+        rows, documents = after(halo.take_rows(), self.earlier)
+        rows = self.plan.hop_rows(self.branch, rows, leg.halo_hops)
+        if documents is not None:
+            documents = self.plan.hop(self.branch, documents, leg.halo_hops)
+        return halo.lay_out((rows, documents))
 
     def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:
         """Returns the slots of an operand's tiles after so many hops."""

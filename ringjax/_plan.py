@@ -139,6 +139,17 @@ class Plan:
         """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
         return jax.lax.ppermute(arrays, self.placement.axis_name, branch.hop(hops))
 
+    def hop_rows(self, branch: BranchSchedule, rows: tuple[Array, ...], hops: int) -> tuple[Array, ...]:
+        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message, side by side."""
+        kinds = [(array.dtype, array.shape[:-1]) for array in rows]
+        moved: dict[int, Array] = {}
+        for kind in dict.fromkeys(kinds):
+            numbers = [number for number, other in enumerate(kinds) if other == kind]
+            packed = jnp.concatenate([rows[number] for number in numbers], axis=-1)
+            ends = np.cumsum([rows[number].shape[-1] for number in numbers])[:-1]
+            moved |= zip(numbers, jnp.split(self.hop(branch, packed, hops), ends, axis=-1), strict=True)
+        return tuple(moved[number] for number in range(len(rows)))
+
     def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here: as it will be computed."""
         return self._sort(branch, self._give(branch, tiles)) if branch.is_balanced else tiles

@@ -104,9 +104,9 @@ def backward(task: Task) -> Addends:
     parts = []
     for part in sent.parts:
         finished = finish(part.grad)
-        for number in numbers:
-            rows = part.layout.take_back(finished[number])
-            parts.append((number, part.layout, plan.hop(branch, rows, part.hops) if part.hops else rows))
+        rows = tuple(part.layout.take_back(finished[number]) for number in numbers)
+        rows = plan.hop_rows(branch, rows, part.hops) if part.hops else rows
+        parts += [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
     query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
     return Addends(query, key, value, tuple(parts))
 
