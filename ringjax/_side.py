@@ -20,8 +20,8 @@ _MOST_STARTS = 2**22
 class Side:
     """The rows of a branch on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
 
-    Tokens are named by their positions, from `first_token` on; where it is None here and given by `at`, no shape
-    depends on it. Of each shard, these are the rows among its `span` tokens from number `begin` on.
+    Tokens are named by their positions, from `first_token` on. Where the side `is_moving`, that is known only when the
+    program runs, see `at`. Of each shard, these are the rows among its `span` tokens from number `begin` on.
 
     These tokens are cut into chunks, each of which attends to itself and, on other shards, to chunks of its number:
     into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"residues"`, tokens a rate apart. A
@@ -40,7 +40,7 @@ class Side:
     span: int = 0
     chunks: Literal["whole", "segments", "residues"] = "whole"
     halves: int = 1
-    of_tile: int | None = None  # the chunks of a tile, where they have to be those of the other tiles of the shard
+    of_tile: int | None = None  # the chunks of a tile, where they have to be as many as in other tiles of the shard
 
     def at(self, first_token: Any) -> "Side":
         """Returns the side with this first token, a traced one too: no shape depends on it where it `is_moving`."""
