@@ -56,7 +56,7 @@ def draw(rng: np.random.Generator, most_branches: int = 4) -> dict[str, Any]:
             "scale": one_of(None, -0.7),
             "uses": one_of("out", "lse", "both"),
         },
-        "schedule": {"strategy": one_of("ring", "ring", "all_gather"), "block_size": one_of(None, 4)},
+        "schedule": {"strategy": one_of("ring", "all_gather", "all_to_all"), "block_size": one_of(None, 4)},
     }
 
 

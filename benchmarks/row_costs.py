@@ -19,7 +19,7 @@ from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_tur
 from ringjax._block import Partial
 from ringjax._layout import Task
 from ringjax._ring import Addends
-from ringjax._shard import STRATEGIES
+from ringjax._shard import WAYS
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 
@@ -35,7 +35,7 @@ def leave_out_blocks() -> None:
         queries, keys = task.take(task.queries).arrays, task.take(task.keys).arrays
         return Addends(queries.query, *keys)
 
-    STRATEGIES["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
+    WAYS["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
 
 
 def batched_einsum(length: int, branches: Any, *_: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -84,7 +84,7 @@ def _add_by_group(
     """Adds a branch, group by group, so that only the rows of one group are copied."""
     side = layout.rows.side
     add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays))
-    if side.num_groups == 1:
+    if side.num_groups == 1 or layout.rows.already_taken:
         return add(layout, arrays, total)
     size = side.shard_length // side.num_groups
 

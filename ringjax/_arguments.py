@@ -154,7 +154,8 @@ def _narrow(name: str, ids: Any) -> Int[Array, "..."]:
     """Returns document numbers in 32 bits at most."""
     bounds = jnp.iinfo(jnp.int32)
     if jnp.dtype(ids.dtype).itemsize > 4 and not isinstance(ids, Tracer) and np.size(ids):
-        least, most = np.min(ids), np.max(ids)
+        known = np.asarray(ids)  # jax would trace the reductions of a constant
+        least, most = known.min(), known.max()
         if least < bounds.min or most > bounds.max:
             raise ValueError(f"{name} has numbers from {least} to {most}: use 32-bit integers, such as 0, 1, 2, ...")
     return jnp.asarray(ids, min(jnp.dtype(ids.dtype), jnp.dtype(jnp.int32), key=lambda dtype: dtype.itemsize))

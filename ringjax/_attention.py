@@ -22,6 +22,7 @@ from ringjax._arguments import (
 )
 from ringjax._block import Weighting, accumulation_dtype
 from ringjax._branch import Branch
+from ringjax._device import Context
 from ringjax._implementation import IMPLEMENTATIONS, ImplementationName, implement
 from ringjax._mesh import check_mesh, find_placement
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
@@ -30,10 +31,9 @@ from ringjax._promotion import with_own_promotion
 from ringjax._protocol import Request
 from ringjax._rule import ring_attention
 from ringjax._schedule import make_schedule
-from ringjax._shard import STRATEGIES, Context
 from ringjax._sinks import add_sinks, read_sinks
+from ringjax._strategy import STRATEGIES, Strategy, check_exchange_size, lay_ways, read_exchange_sizes
 
-Strategy = Literal["ring", "all_gather"]
 Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
 
 
@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     broadcast_dropout: bool
     precision: Any
     strategy: Strategy
+    exchange_size: int | None
     implementation: ImplementationName | None
     block_size: int | None
     mesh: Mesh | AbstractMesh | None
@@ -96,6 +97,7 @@ def ring_dilated_attention(
     precision: Any = None,
     return_residual: bool = False,
     strategy: Strategy = "ring",
+    exchange_size: int | None = None,
     implementation: ImplementationName | None = None,
     block_size: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -146,8 +148,13 @@ def ring_dilated_attention(
       broadcast_dropout: whether all batches and heads drop the same weights.
       precision: the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
-      strategy: ``"ring"`` to send keys and values around, in O(T / p) memory, or ``"all_gather"`` to bring those of a
-        segment to each of its devices at once, in O(segment length / dilation rate) memory; the results are the same.
+      strategy: ``"ring"`` to send keys and values around, in O(T / p) memory; ``"all_gather"`` to bring those of a
+        segment to each of its devices at once, in O(segment length / dilation rate) memory; ``"all_to_all"`` to give
+        each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring
+        between groups of devices where heads do not suffice for all (USP, arXiv 2405.07719). The results are the same.
+      exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"``, where u divides the query
+        heads of a device, and its key/value heads or they u. By default the fewest after which nothing travels, else
+        the most there are.
       implementation: ``"xla"``, which computes everything everywhere, or ``"cudnn"``, a fused kernel for NVIDIA GPUs;
         by default the fastest that can compute a branch on the devices that there are. The kernel takes bfloat16 and
         float16, and branches whose dilation rate divides their segment and whose segments divide, or are divided by,
@@ -171,7 +178,8 @@ def ring_dilated_attention(
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
         unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, documents or sinks of
         another shape, a number out of its range, dropout without a seed, a `mesh` without `axis_name`, a `spec` with
-        axes that the mesh has not, or a length that is sharded over another axis.
+        axes that the mesh has not, an `exchange_size` that does not serve, or a length that is sharded over another
+        axis.
       TypeError: for arguments of another dtype, and numbers that are not known when the call is traced.
       NotImplementedError: when differentiated twice.
 
@@ -185,6 +193,7 @@ def ring_dilated_attention(
     check_arrays(query, key, value)
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
     check_choices(is_causal, strategy, STRATEGIES, implementation, IMPLEMENTATIONS)
+    check_exchange_size(exchange_size, strategy)
     check_mesh(mesh, axis_name, spec)
     documents = read_documents(document_ids, query, key)
     sinks = read_sinks(sinks, query)
@@ -202,7 +211,10 @@ def ring_dilated_attention(
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
         block_size = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
     warn_of_reach(pattern, placement.length(query), key.shape[-2])
-    branches = make_schedule(
+    heads_of_device = placement.local_heads(query, key)
+    sizes = read_exchange_sizes(exchange_size, placement.num_shards, *heads_of_device)
+    schedule = functools.partial(
+        make_schedule,
         pattern,
         placement.length(query),
         placement.num_shards,
@@ -212,16 +224,19 @@ def ring_dilated_attention(
         key_length=placement.length(key),
         query_offset=known_offset if moving_offset is None else None,
     )
+    branches = lay_ways(lambda size: schedule(exchange_size=size), strategy, sizes, pattern.heads)
     features = {
         "document_ids": document_ids is not None,
         "logits_soft_cap": logits_soft_cap is not None,
         "dropout_rate": dropout_rate > 0,
         "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
         "heads='grouped' over a mesh axis": pattern.heads == "grouped" and placement.heads,
+        "heads='grouped' over devices that exchange": pattern.heads == "grouped"
+        and any(branch.exchange_size > 1 for branch in branches),
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
     request = Request(
-        query, key, value, placement.platform, strategy, placement.unmapped, needs, return_residual or sinks is not None
+        query, key, value, placement.platform, placement.unmapped, needs, return_residual or sinks is not None
     )
     implemented = implement(branches, implementation, request)
     is_elsewhere = implementation is None and implemented != branches and not placement.is_platform_known
@@ -233,7 +248,6 @@ def ring_dilated_attention(
             scale, None if logits_soft_cap is None else float(logits_soft_cap), float(dropout_rate), precision
         ),
         placement=placement,
-        strategy=strategy,
         broadcast_dropout=bool(broadcast_dropout),
         elsewhere=branches if is_elsewhere else None,
     )

@@ -80,7 +80,7 @@ class Fused(Implementation):
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
         arrays = request.query, request.key, request.value
         reason = self.kernel.obstacle(*arrays, request.platform, ALIGNMENT if request.has_lse_grad else 0)
-        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch, request.strategy)
+        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch)
 
     def prepare(self, branch: BranchSchedule) -> BranchSchedule:
         return branch.in_whole_chunks()
@@ -259,7 +259,7 @@ def _obstacle_of_request(request: Request) -> str | None:
     return None
 
 
-def _obstacle_of_branch(branch: BranchSchedule, strategy: str) -> str | None:
+def _obstacle_of_branch(branch: BranchSchedule) -> str | None:
     name = f"the branch {branch.branch}"
     if branch.is_general:
         return "queries and keys lie at different positions"
@@ -267,6 +267,6 @@ def _obstacle_of_branch(branch: BranchSchedule, strategy: str) -> str | None:
         return f"{name} of a union leaves out pairs of earlier branches"
     if not branch.is_dense:
         return f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend"
-    if strategy == "all_gather" and not branch.is_local:
+    if branch.strategy == "all_gather" and not branch.is_local:
         return f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each"
     return None

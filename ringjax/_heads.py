@@ -23,7 +23,7 @@ from ringjax._mesh import check_mesh, find_placement, token_positions
 from ringjax._pattern import DilatedPattern
 from ringjax._promotion import with_own_promotion
 from ringjax._rotary import rotary_embedding
-from ringjax._shard import STRATEGIES
+from ringjax._strategy import STRATEGIES, check_exchange_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Settings:
     broadcast_dropout: bool
     precision: Any
     strategy: Any
+    exchange_size: Any
     implementation: Any
     mesh: Any
     axis_name: str
@@ -70,6 +71,7 @@ class Settings:
         self.pattern.heads_of(0, num_kv_heads)
         check_numbers(None, self.logits_soft_cap, self.dropout_rate)
         check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, IMPLEMENTATIONS)
+        check_exchange_size(self.exchange_size, self.strategy)
         check_mesh(self.mesh, self.axis_name, self.spec)
         if theta is not None and not isinstance(theta, numbers.Real):
             raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
@@ -134,6 +136,7 @@ class Settings:
             broadcast_dropout=self.broadcast_dropout,
             precision=self.precision,
             strategy=self.strategy,
+            exchange_size=self.exchange_size,
             implementation=self.implementation,
             mesh=self.mesh,
             axis_name=self.axis_name,

@@ -3,7 +3,7 @@
 B batch, n tokens of the shard, m slots, K key/value heads, G query heads of each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ class Layout(NamedTuple):
 
     def is_of_all(self, num_heads: int) -> bool:
         """Returns whether all of so many heads keep all tokens."""
-        return self.rows.branch.branch.offset_rate == 1 and self.rows.heads.size == num_heads
+        has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.offset_rate == 1
+        return has_all_tokens and self.rows.heads.size == num_heads
 
     def of_part(self, side: Side) -> "Layout":
         """Returns the layout of a part of the rows."""
@@ -113,23 +114,33 @@ class Operand(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One branch on one shard: what meets there. What it sends waits for the arrays `earlier`."""
+    """One branch on one shard: what meets there. What it sends waits for the arrays `earlier`.
+
+    Where it `is_alone`, nothing is added to its results: those that travel do so as the caller has the arrays.
+    """
 
     queries: Operand
     keys: Operand
     noise: Noise | None
     plan: Plan
     earlier: Any = None
+    is_alone: bool = False
 
     @property
     def branch(self) -> BranchSchedule:
         """The schedule of the branch."""
-        return self.queries.layout.rows.branch
+        return self.queries.layout.rows.schedule
 
     @property
     def implementation(self) -> Implementation:
         """What computes the branch."""
         return self.queries.layout.implementation
+
+    def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
+        """Returns results in the dtypes in which they travel."""
+        if not self.is_alone:
+            return tuple(results)
+        return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
 
     def take(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are kept."""

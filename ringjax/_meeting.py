@@ -51,7 +51,7 @@ class Slots(NamedTuple):
     @property
     def branch(self) -> BranchSchedule:
         """The branch that the rows are of."""
-        return self.rows.branch
+        return self.rows.schedule
 
     @property
     def side(self) -> Side:
@@ -134,10 +134,17 @@ class Slots(NamedTuple):
         conditions = [
             None if is_row is None else is_row[:, None],
             None if document is None else document >= 0,
-            None if self.rows.heads.is_member is None else self.rows.heads.is_member[:, None],
+            self._of_member_heads(),
         ]
         conditions = [condition for condition in conditions if condition is not None]
         return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+    def _of_member_heads(self) -> Bool[Array, "J 1 C K 1"] | None:
+        is_member = self.rows.heads.is_member
+        if is_member is None:
+            return None
+        tiles, chunks = self.side.num_tiles * self.shards.size, self.side.chunks_per_tile
+        return jnp.broadcast_to(is_member[:, None], (tiles, 1, chunks, is_member.size, 1))
 
 
 class View(NamedTuple):

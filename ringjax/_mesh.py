@@ -49,6 +49,11 @@ class Placement(NamedTuple):
         sizes = (size if isinstance(size, int) else 1 for size in (*array.shape[:-3], array.shape[-2]))
         return tuple(size // cut for size, cut in zip(sizes, cuts, strict=True))
 
+    def local_heads(self, query: Array, key: Array) -> tuple[int, int]:
+        """Returns the numbers of query and of key/value heads that a device has, as far as axes are known."""
+        parts = math.prod(self.mesh.shape[axis] for axis in self.heads) if self.mesh else 1
+        return query.shape[-2] // parts, max(1, key.shape[-2] // parts)
+
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
         is_shard = self.axis_name is not None and self.axis_name not in self.mapped

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ringjax._block import Weighting
+from ringjax._exchange import Exchange, pack
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Noise
 from ringjax._mesh import Placement
@@ -40,7 +41,8 @@ def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False
 class Plan:
     """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
 
-    Where the platform is not known, and is not the one that `branches` are for, `elsewhere` takes their place.
+    Where the platform is not known, and is not the one that `branches` are for, `elsewhere` takes their place. Branches
+    of which the same tokens are exchanged are a part of the plan; in that, `exchange_size` devices are a shard.
     """
 
     pattern: DilatedPattern
@@ -48,9 +50,9 @@ class Plan:
     num_kv_heads: int
     weighting: Weighting
     placement: Placement
-    strategy: str = "ring"
     broadcast_dropout: bool = False
     elsewhere: tuple[BranchSchedule, ...] | None = None
+    exchange_size: int = 1
 
     def with_batch(self) -> "Plan":
         """Returns the plan of arrays with one more batch dimension, before the others, that no axis cuts."""
@@ -64,21 +66,55 @@ class Plan:
         return dataclasses.replace(self, branches=tuple(branch.at(first_token) for branch in self.branches))
 
     @property
-    def first_head(self) -> Any:
-        """The global number of this shard's first key/value head."""
+    def parts(self) -> tuple["Plan", ...]:
+        """The parts of the plan, each with the branches of which the same tokens are exchanged."""
+        parts: dict[Any, list[BranchSchedule]] = {}
+        for branch in self.branches:
+            rows_of = branch.number if branch.exchanges_rows else None
+            parts.setdefault((branch.exchange_size, rows_of), []).append(branch)
+        replace = functools.partial(dataclasses.replace, self)
+        return tuple(replace(branches=tuple(some), exchange_size=size) for (size, _), some in parts.items())
+
+    @property
+    def rows_exchanged(self) -> Rows | None:
+        """The rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens."""
+        branch = self.branches[0]
+        if not branch.exchanges_rows:
+            return None
+        return dataclasses.replace(self, exchange_size=1).rows(branch.of_devices())
+
+    @property
+    def exchange(self) -> Exchange:
+        """How devices make up shards."""
+        return Exchange(self.placement.axis_name, self.placement.num_shards, self.exchange_size)
+
+    # Heads are cut over axes of the mesh first, then over the members of a shard.
+
+    @property
+    def _num_head_parts(self) -> int:
+        return jax.lax.axis_size(self.placement.heads) * self.exchange_size
+
+    @property
+    def _head_part(self) -> Any:
+        """The number of this device's part of the heads."""
         axes = self.placement.heads
-        return jax.lax.axis_index(axes) * self.num_kv_heads // jax.lax.axis_size(axes) if axes else 0
+        outer = jax.lax.axis_index(axes) * self.exchange_size if axes else 0
+        return outer + self.exchange.member
+
+    @property
+    def first_head(self) -> Any:
+        """The global number of this device's first key/value head."""
+        return self._head_part * self.num_kv_heads // self._num_head_parts
 
     @property
     def local_heads(self) -> int:
-        """The number of key/value heads that this shard's queries use."""
-        return max(1, self.num_kv_heads // jax.lax.axis_size(self.placement.heads))
+        """The number of key/value heads that this device's queries use."""
+        return max(1, self.num_kv_heads // self._num_head_parts)
 
     def rows(self, branch: BranchSchedule) -> Rows:
         """Returns the rows of queries that this shard keeps."""
-        axis_name = self.placement.axis_name
-        shard = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
-        return Rows(branch, branch.queries, shard, self._heads(branch), is_whole=self.placement.is_whole)
+        heads = self._heads(branch)
+        return Rows(branch, branch.queries, self.exchange.shard, heads, self.placement.is_whole, branch.exchanges_rows)
 
     def _heads(self, branch: BranchSchedule) -> Heads:
         """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
@@ -100,8 +136,7 @@ class Plan:
 
         Shards that hold fewer members than others also name heads that are none; None where all are members.
         """
-        local = self.local_heads
-        shards = jax.lax.axis_size(self.placement.heads)
+        local, shards = self.local_heads, self._num_head_parts
         if shards == 1:  # known beforehand, and folded where it is used
             return numbers.start, np.array(numbers), None
         begins = [shard * self.num_kv_heads // shards for shard in range(shards)]
@@ -121,8 +156,7 @@ class Plan:
             axes = self.placement.batch[dimension] if self.placement.batch else ()
             index = jnp.arange(size, dtype=jnp.int32) + (jax.lax.axis_index(axes) * size if axes else 0)
             batch = batch[..., None] * (size * jax.lax.axis_size(axes)) + index
-        first = jax.lax.axis_index(self.placement.heads) * num_heads if self.placement.heads else 0
-        head = first + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
+        head = self._head_part * num_heads + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
         noise = Noise(seed, batch.reshape(-1), head)
         return noise._replace(batch=batch.reshape(-1) * 0, head=head * 0) if self.broadcast_dropout else noise
 
@@ -133,22 +167,18 @@ class Plan:
 
     def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
-        return jax.lax.ppermute(arrays, self.placement.axis_name, branch.permutation(hops))
+        return self._permute(arrays, branch.permutation(hops))
 
     def hop(self, branch: BranchSchedule, arrays: Any, hops: int) -> Any:
         """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
-        return jax.lax.ppermute(arrays, self.placement.axis_name, branch.hop(hops))
+        return self._permute(arrays, branch.hop(hops))
 
     def hop_rows(self, branch: BranchSchedule, rows: tuple[Array, ...], hops: int) -> tuple[Array, ...]:
-        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message, side by side."""
-        kinds = [(array.dtype, array.shape[:-1]) for array in rows]
-        moved: dict[int, Array] = {}
-        for kind in dict.fromkeys(kinds):
-            numbers = [number for number, other in enumerate(kinds) if other == kind]
-            packed = jnp.concatenate([rows[number] for number in numbers], axis=-1)
-            ends = np.cumsum([rows[number].shape[-1] for number in numbers])[:-1]
-            moved |= zip(numbers, jnp.split(self.hop(branch, packed, hops), ends, axis=-1), strict=True)
-        return tuple(moved[number] for number in range(len(rows)))
+        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
+        return pack(lambda packed: self.hop(branch, packed, hops), rows)
+
+    def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
+        return jax.lax.ppermute(arrays, self.placement.axis_name, self.exchange.pairs(permutation))
 
     def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here: as it will be computed."""
@@ -163,12 +193,12 @@ class Plan:
 
         def give(array: Array) -> Array:
             own, given = self._halves(branch, array)
-            return self._join(branch, own, jax.lax.ppermute(given, self.placement.axis_name, permutation))
+            return self._join(branch, own, self._permute(given, permutation))
 
         return jax.tree.map(give, tiles)
 
     def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
-        is_late = branch.is_late(jax.lax.axis_index(self.placement.axis_name))
+        is_late = branch.is_late(self.exchange.shard)
         flip = lambda array: self._join(branch, *self._halves(branch, array)[::-1])
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
@@ -193,7 +223,7 @@ class Plan:
         collect = functools.partial(
             collective,
             axis_name=self.placement.axis_name,
-            axis_index_groups=branch.gather_groups,
+            axis_index_groups=self.exchange.groups(branch.gather_groups),
             tiled=True,
         )
         return jax.tree.map(collect, tiles)

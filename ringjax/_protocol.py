@@ -12,7 +12,7 @@ from ringjax._side import Side
 
 
 class Request(NamedTuple):
-    """What a call asks for: the arrays or their shapes, the platform, and how rows travel.
+    """What a call asks for: the arrays or their shapes, and the platform.
 
     `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
     masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient.
@@ -22,7 +22,6 @@ class Request(NamedTuple):
     key: Any
     value: Any
     platform: str
-    strategy: str
     unmapped: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     has_lse_grad: bool = False

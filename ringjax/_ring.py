@@ -100,7 +100,7 @@ def backward(task: Task) -> Addends:
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
     addends = finish(sent.parts[0].grad)
     if branch.is_closed:
-        return Addends(addends[0], *plan.swap_back(branch, addends[1:]))
+        return Addends(addends[0], *plan.swap_back(branch, task.narrow(addends[1:], task.keys.tokens)))
     parts = []
     for part in sent.parts:
         finished = finish(part.grad)

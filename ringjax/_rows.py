@@ -61,14 +61,16 @@ class Heads(NamedTuple):
 class Rows(NamedTuple):
     """The rows that the heads of one shard keep on one side of a branch.
 
-    `is_whole` says that no axis of the mesh cuts the shard's batches and heads further, as the compiler chooses.
+    `is_whole` says that no axis of the mesh cuts the shard's batches and heads further, as the compiler chooses. Where
+    rows are `already_taken`, tokens are these rows, and only documents are of all tokens.
     """
 
-    branch: BranchSchedule
+    schedule: BranchSchedule
     side: Side
     shard: Int[Array, ""]
     heads: Heads
     is_whole: bool = False
+    already_taken: bool = False
 
     @property
     def offset(self) -> UInt[Array | np.ndarray, "O"]:
@@ -77,22 +79,24 @@ class Rows(NamedTuple):
 
     def of_keys(self) -> "Rows":
         """Returns the rows of keys."""
-        return self._replace(side=self.branch.keys)
+        return self._replace(side=self.schedule.keys)
 
     def of_classes(self) -> "Rows":
         """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
         classes, is_member = np.arange(self.heads.offsets.size, dtype=np.int32), self.heads.is_member
         is_any = None if is_member is None else is_member.any()[None]
-        return self._replace(heads=self.heads._replace(classes=classes, is_member=is_any))
+        return self._replace(heads=self.heads._replace(classes=classes, is_member=is_any), already_taken=False)
 
     def of_group(self, group: Any) -> "Rows":
         """Returns the rows of one of the groups of the shard."""
         shard = self.shard * self.side.num_groups + group
-        return self._replace(branch=self.branch.of_group(), side=self.side.of_group(), shard=shard)
+        return self._replace(schedule=self.schedule.of_group(), side=self.side.of_group(), shard=shard)
 
     def take(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m K D"]:
         """Takes the kept rows of the shard's tokens; empty slots are junk."""
         side = self.side
+        if self.already_taken:
+            return tokens
         tokens = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
         if side.chunks == "residues":
             return rearrange(tokens, "B (m r) ... -> B (r m) ...", r=side.step)
@@ -111,6 +115,8 @@ class Rows(NamedTuple):
     ) -> Shaped[Array, "B n K D"]:
         """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
         side = self.side
+        if self.already_taken:
+            return combine(tokens, rows)
         if side.span < tokens.shape[1]:
             part = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
             part = self._put_among(part, rows, combine)
@@ -146,6 +152,8 @@ class Rows(NamedTuple):
 
         Selected, so that what is made of it reads each row once and keeps no tokens.
         """
+        if self.already_taken:
+            return rows
         split = jnp.where(_is_offset(self.side.step, self.offset), rows[:, :, None], fill)
         return rearrange(split, "B m r K D -> B (m r) K D")
 

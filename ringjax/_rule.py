@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
+from ringjax._device import Context, device_backward, device_forward
 from ringjax._plan import Plan
 from ringjax._promotion import with_own_promotion
-from ringjax._shard import Context, shard_backward, shard_forward
 
 
 # The rule stands outside shard_map: its residuals are the arguments and the results, sharded as the caller has them.
@@ -26,17 +26,17 @@ def ring_attention(
     plan: Plan,
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes the output and the lse of attention over all shards, as the plan says."""
-    return _map(shard_forward, "qkkddrr", "qq", (query, key, value, *context), plan)
+    return _map(device_forward, "qkkddrr", "qq", (query, key, value, *context), plan)
 
 
-def _map(shard: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
-    """Maps a function of shards. Under vmap its axis is one more of the batch: so each skips the tiles that it can.
+def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
+    """Maps a function of devices. Under vmap its axis is one more of the batch: so each skips the tiles that it can.
 
     But where instances draw for themselves, or begin at positions of their own.
     """
 
     def run(plan: Plan, *arrays: Array | None) -> Any:
-        mapped = plan.placement.map(functools.partial(shard, plan=plan), inputs, outputs)
+        mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
         if plan.elsewhere is None:
             return mapped(*arrays)
         elsewhere = functools.partial(run, dataclasses.replace(plan, branches=plan.elsewhere, elsewhere=None))
@@ -53,7 +53,7 @@ def _map(shard: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Arr
         else:
             spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
             whole = jax.tree.map(spread, arrays[:-2], tuple(is_batched[:-2]))
-            results = _map(shard, inputs, outputs, (*whole, *arrays[-2:]), plan.with_batch())
+            results = _map(function, inputs, outputs, (*whole, *arrays[-2:]), plan.with_batch())
         return results, jax.tree.map(lambda _: True, results)
 
     return folded(*arrays)
@@ -93,7 +93,7 @@ def _backward(
     plan: Plan,
 ) -> tuple[Array, Array, Array]:
     arrays = query, key, value, out, lse, out_grad, lse_grad, *context
-    return _map(shard_backward, "qkkqqqqddrr", "qkk", arrays, plan)
+    return _map(device_backward, "qkkqqqqddrr", "qkk", arrays, plan)
 
 
 def _no_second_derivative(*_: Any) -> Any:

@@ -50,7 +50,9 @@ class BranchSchedule:
     and one leg brings each of its shards the rows of all others, or the legs bring what is seen of the neighbours.
     `is_general` says that queries and keys lie differently: then all shards form one ring.
 
-    In a union, pairs of the `earlier` branches are left out: their numbers and themselves.
+    In a union, pairs of the `earlier` branches are left out: their numbers and themselves. A shard is `exchange_size`
+    consecutive devices, which exchanged tokens for heads, or rows of the branch alone where it `exchanges_rows`. The
+    `strategy` is how rows meet, the `implementation` what computes them.
     """
 
     branch: Branch
@@ -63,6 +65,9 @@ class BranchSchedule:
     is_causal: bool = False
     is_general: bool = False
     earlier: tuple[tuple[int, Branch], ...] = ()
+    exchange_size: int = 1
+    exchanges_rows: bool = False
+    strategy: str = "ring"
     implementation: str = "xla"
 
     @property
@@ -83,6 +88,18 @@ class BranchSchedule:
     def at(self, first_token: Any) -> "BranchSchedule":
         """Returns the schedule of queries that begin at this position, where that was not known."""
         return dataclasses.replace(self, queries=self.queries.at(first_token))
+
+    def of_devices(self) -> "BranchSchedule":
+        """Returns the schedule in which each device is a shard of its own: as rows lie before they are exchanged."""
+        queries, keys = self.queries.of_devices(self.exchange_size), self.keys.of_devices(self.exchange_size)
+        return dataclasses.replace(self, queries=queries, keys=keys, exchange_size=1, exchanges_rows=False)
+
+    @property
+    def can_exchange_rows(self) -> bool:
+        """Whether the rows of a shard are those of its devices, one after the other."""
+        side = self.of_devices().queries
+        is_cut_evenly = side.num_rows * self.branch.offset_rate == side.shard_length
+        return is_cut_evenly and side.is_strided and self.queries.is_strided and self.is_closed and not self.is_general
 
     def of_group(self) -> "BranchSchedule":
         """Returns the schedule in which each group of each shard is a shard of its own."""
@@ -198,20 +215,22 @@ def _way(hops: int) -> tuple[int, int]:
 def make_schedule(
     pattern: DilatedPattern,
     length: int,
-    num_shards: int,
+    num_devices: int,
     num_kv_heads: int,
     is_causal: bool = False,
     max_block_rows: int = MAX_BLOCK_ROWS,
     key_length: int | None = None,
     query_offset: int | None = 0,
+    exchange_size: int = 1,
 ) -> tuple[BranchSchedule, ...]:
     """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
 
     There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
-    where it is known only when the program runs.
+    where it is known only when the program runs. Of the devices, `exchange_size` make up a shard.
     """
     key_length = length if key_length is None else key_length
-    shard_length, key_shard_length = -(-length // num_shards), -(-key_length // num_shards)
+    num_shards = num_devices // exchange_size
+    shard_length, key_shard_length = (exchange_size * -(-tokens // num_devices) for tokens in (length, key_length))
     is_moving = query_offset is None
     if query_offset is None:  # as far as the last position: what holds there holds everywhere
         query_offset = MAX_POSITIONS - num_shards * shard_length
@@ -229,8 +248,18 @@ def make_schedule(
         first_token = 0 if is_moving else query_offset
         queries = sides(length, shard_length, span=shard_length, first_token=first_token, is_moving=is_moving)
         earlier = tuple(enumerate(branches[:number])) if is_union else ()
-        one = BranchSchedule(branch, number, queries, keys, is_causal=is_causal, is_general=is_general, earlier=earlier)
-        return _lay_ways(one)
+        return _lay_ways(
+            BranchSchedule(
+                branch,
+                number,
+                queries,
+                keys,
+                is_causal=is_causal,
+                is_general=is_general,
+                earlier=earlier,
+                exchange_size=exchange_size,
+            )
+        )
 
     return tuple(schedule(number, branch) for number, branch in enumerate(branches))
 

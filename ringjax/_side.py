@@ -196,6 +196,13 @@ class Side:
         is_cut = self.chunks == "segments" and self.num_full_chunks * self.chunk_length == self.span
         return self.num_chunks // self.chunks_per_tile if is_cut else 1
 
+    def of_devices(self, exchange_size: int) -> "Side":
+        """Returns the side on which each of the devices of a shard has one, whole."""
+        length, count = self.shard_length // exchange_size, self.num_shards * exchange_size
+        return dataclasses.replace(
+            self, shard_length=length, span=length, num_shards=count, chunks="whole", halves=1, of_tile=None
+        )
+
     def of_group(self) -> "Side":
         """Returns the side on which each group of each shard is a shard of its own."""
         length = self.shard_length // self.num_groups

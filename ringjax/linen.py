@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
-from ringjax._attention import Strategy
 from ringjax._branch import Branch
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
 
@@ -50,7 +50,8 @@ class RingDilatedAttention(linen.Module):
       broadcast_dropout: whether all batches and heads drop the same weights.
       deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
       decode: whether calls continue the sequence in the cache.
-      strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
+      strategy: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``, see :func:`ring_dilated_attention`.
+      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
       implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       force_fp32_for_softmax: as Flax's module has it: the softmax is in float32 at least, whatever is said here.
@@ -98,6 +99,7 @@ class RingDilatedAttention(linen.Module):
     deterministic: bool | None = None
     decode: bool = False
     strategy: Strategy = "ring"
+    exchange_size: int | None = None
     implementation: ImplementationName | None = None
     precision: Any = None
     force_fp32_for_softmax: bool = False
@@ -221,6 +223,7 @@ _SAME_SETTINGS = (
     "broadcast_dropout",
     "precision",
     "strategy",
+    "exchange_size",
     "implementation",
     "mesh",
     "axis_name",

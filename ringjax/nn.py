@@ -9,12 +9,12 @@ from flax import nnx
 from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
-from ringjax._attention import Strategy
 from ringjax._branch import Branch
 from ringjax._cache import Cache
 from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
 from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
 
@@ -49,7 +49,8 @@ class RingDilatedAttention(nnx.Module):
       broadcast_dropout: whether all batches and heads drop the same weights.
       deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
-      strategy: ``"ring"`` or ``"all_gather"``, see :func:`ring_dilated_attention`.
+      strategy: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``, see :func:`ring_dilated_attention`.
+      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
       implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       dtype: the dtype of the computation; by default that of inputs and parameters.
@@ -105,6 +106,7 @@ class RingDilatedAttention(nnx.Module):
         deterministic: bool | None = None,
         decode: bool = False,
         strategy: Strategy = "ring",
+        exchange_size: int | None = None,
         implementation: ImplementationName | None = None,
         precision: Any = None,
         dtype: Any = None,
@@ -136,6 +138,7 @@ class RingDilatedAttention(nnx.Module):
             broadcast_dropout=broadcast_dropout,
             precision=precision,
             strategy=strategy,
+            exchange_size=exchange_size,
             implementation=implementation,
             mesh=mesh,
             axis_name=axis_name,

@@ -1,5 +1,7 @@
 """Wrong arguments are refused before anything runs, with the argument, its value and the remedy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +51,18 @@ def test_dtypes(dtype, unchecked):
 
 
 def test_strategies(unchecked):
-    with pytest.raises(ValueError, match="strategy='tree' is unknown: use one of 'ring', 'all_gather'"):
+    with pytest.raises(ValueError, match="strategy='tree' is unknown: use one of 'ring', 'all_gather', 'all_to_all'"):
         call(strategy="tree")
+
+
+def test_exchange_sizes(unchecked):
+    exchange = functools.partial(call, strategy="all_to_all", mesh=make_mesh(seq=4))
+    with pytest.raises(ValueError, match="exchange_size=2 is given, but strategy='ring' exchanges nothing: leave"):
+        call(exchange_size=2)
+    with pytest.raises(TypeError, match="exchange_size=2.0 must be an integer: it counts devices"):
+        exchange(exchange_size=2.0)
+    with pytest.raises(ValueError, match="exchange_size=3 does not serve 4 devices, each with .*: use one of 1, 2"):
+        exchange(exchange_size=3)
 
 
 @pytest.mark.parametrize("block_size", [0, -1, 2.5])

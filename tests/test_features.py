@@ -64,6 +64,26 @@ FEATURES = {
         "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
     },
     "gathered windows": {"pattern": [Window(5), Window(2, 4)], "strategy": "all_gather", "length": 29},
+    "exchanged": {"strategy": "all_to_all", "documents": "sorted", **STRADDLING},
+    "exchanged by groups in a ring": {
+        "strategy": "all_to_all",
+        "exchange_size": 2,
+        "documents": "mixed",
+        "dropout_rate": 0.4,
+        "dropout_seed": 3,
+        "length": 29,
+    },
+    "exchanged rows": {"strategy": "all_to_all", "merge": "union", "documents": "sorted", "num_heads": (8, 2)},
+    "exchanged rows by groups": {"strategy": "all_to_all", "exchange_size": 2, "dropout_rate": 0.4, "dropout_seed": 3},
+    "exchanged windows": {
+        "pattern": [Window(11), Segments(12, 2)],
+        "is_causal": False,
+        "strategy": "all_to_all",
+        "exchange_size": 2,
+        "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
+    },
+    "exchanged groups of heads": {"strategy": "all_to_all", "num_heads": (8, 4), "heads": "grouped"},
+    "exchanged, more queries": {"length": 37, "key_length": 13, "query_offset": 3, "strategy": "all_to_all"},
     "all": {
         "length": 23,
         "key_length": 29,
@@ -96,7 +116,11 @@ def of_reference(arguments):
 def check(mesh, arrays, arguments):
     if "pattern" in arguments:
         arguments = {name: value for name, value in arguments.items() if name not in PATTERN or name == "is_causal"}
-    own = {name: value for name, value in arguments.items() if name in OF_REFERENCE | {"block_size", "strategy"}}
+    own = {
+        name: value
+        for name, value in arguments.items()
+        if name in OF_REFERENCE | {"block_size", "exchange_size", "strategy"}
+    }
     assert_close(ring_results(arrays, mesh=mesh, **own), reference_results(arrays, **of_reference(arguments)))
 
 
@@ -167,7 +191,7 @@ def calls(draw):
         "dropout_seed": 7,
         "broadcast_dropout": draw(st.booleans()),
         "scale": draw(st.sampled_from([None, -0.7])),
-        "strategy": draw(st.sampled_from(["ring", "all_gather"])),
+        "strategy": draw(st.sampled_from(["ring", "all_gather", "all_to_all"])),
         "block_size": draw(st.sampled_from([None, 4])),
         "uses": draw(st.sampled_from(["out", "lse", "both"])),
         "sinks": np.array([draw(st.floats(-3, 3))]) if draw(st.booleans()) else None,
@@ -208,13 +232,19 @@ ALL = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "choices"), [(AxisType.Auto, {"heads": "grouped"}), (AxisType.Explicit, {"merge": "union"})], ids=str
+    ("kind", "choices"),
+    [
+        (AxisType.Auto, {"heads": "grouped"}),
+        (AxisType.Explicit, {"merge": "union"}),
+        (AxisType.Explicit, {"strategy": "all_to_all", "heads": "grouped"}),
+    ],
+    ids=str,
 )
 def test_numbers_are_global_on_a_mesh(kind, choices):
     """Dropout follows global batches and heads, groups of heads global heads, and documents their tokens."""
     arguments = {**ALL, **choices}
     arrays = make_arrays(num_heads=(12, 6), documents="sorted")
-    expected = reference_results(arrays, **arguments)
+    expected = reference_results(arrays, **of_reference(arguments))
     mesh = make_mesh(kind, data=2, seq=2, tensor=2)
     put = lambda array: jax.device_put(
         array, NamedSharding(mesh, P(*("data", "seq", "tensor")[: 3 if array.ndim > 2 else 2]))
@@ -256,6 +286,20 @@ def test_documents_inside_the_callers_shard_map_and_under_vmap():
     with jax.set_mesh(mesh):
         of_vmapped = loss(lambda *arrays, document_ids, return_residual: jax.vmap(attend)(*arrays, document_ids))
         assert_close(jax.device_get(jax.jit(with_gradients(of_vmapped))(*arrays)), expected)
+
+
+def test_an_exchange_under_vmap_and_checkpoint():
+    """Each instance draws for itself, in groups of two devices."""
+    arguments = {**PATTERN, "dropout_rate": 0.3, "strategy": "all_to_all", "exchange_size": 2}
+    arrays, seeds = make_arrays(batch=(2, 1)), np.array([3, 8], np.uint32)
+
+    def results(attend, arguments):
+        one = lambda seed, *arrays: attend(*arrays, dropout_seed=seed, return_residual=True, **arguments)
+        call = lambda *arrays, return_residual: jax.vmap(jax.checkpoint(one))(seeds, *arrays)
+        return jax.device_get(jax.jit(with_gradients(loss(call)))(*arrays))
+
+    expected = results(dilated_attention_reference, of_reference(arguments))
+    assert_close(results(ring_dilated_attention, {**arguments, "mesh": make_mesh(seq=4)}), expected)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

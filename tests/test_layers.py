@@ -18,6 +18,7 @@ ALLOWED = {
     "_side": {"_branch"},
     "_schedule": {"_branch", "_pattern", "_side"},
     "_cost": {"_schedule"},
+    "_strategy": {"_schedule"},
     "_mask": set(),
     "_block": {"_dropout", "_mask"},
     "_rows": {"_schedule", "_side"},
@@ -30,18 +31,31 @@ ALLOWED = {
     "_mesh": set(),
     "_order": set(),
     "_promotion": set(),
-    "_plan": {"_block", "_implementation", "_meeting", "_mesh", "_pattern", "_protocol", "_rows", "_schedule"},
+    "_exchange": {"_order"},
+    "_plan": {
+        "_block",
+        "_exchange",
+        "_implementation",
+        "_meeting",
+        "_mesh",
+        "_pattern",
+        "_protocol",
+        "_rows",
+        "_schedule",
+    },
     "_layout": {"_block", "_meeting", "_order", "_plan", "_protocol", "_rows", "_schedule", "_side"},
     "_ring": {"_cost", "_layout", "_meeting", "_order", "_schedule"},
     "_gather": {"_layout", "_meeting", "_ring"},
     "_addition": {"_layout", "_plan"},
     "_shard": {"_addition", "_block", "_gather", "_layout", "_meeting", "_plan", "_ring", "_rows"},
-    "_rule": {"_plan", "_promotion", "_shard"},
+    "_device": {"_block", "_order", "_plan", "_shard"},
+    "_rule": {"_device", "_plan", "_promotion"},
     "_arguments": {"_branch", "_dropout"},
     "_attention": {
         "_arguments",
         "_block",
         "_branch",
+        "_device",
         "_implementation",
         "_mesh",
         "_pattern",
@@ -50,8 +64,8 @@ ALLOWED = {
         "_protocol",
         "_rule",
         "_schedule",
-        "_shard",
         "_sinks",
+        "_strategy",
     },
     "_attention_fn": {"_attention", "_branch", "_pattern"},
     "_cache": {"_mesh", "_pattern"},
@@ -69,15 +83,15 @@ ALLOWED = {
         "_pattern",
         "_promotion",
         "_rotary",
-        "_shard",
+        "_strategy",
     },
-    "nn": {"_attention", "_branch", "_cache", "_heads", "_implementation", "_pattern"},
-    "linen": {"_attention", "_branch", "_cache", "_heads", "_implementation", "_pattern"},
+    "nn": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
+    "linen": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
     "__init__": {"_attention", "_attention_fn", "_branch", "_device_order", "_pattern", "_reference", "linen", "nn"},
 }
 # The modules that are integers alone, and those that may name a mesh axis.
-WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost"}
-WITH_AXES = {"_device_order", "_mesh", "_plan", "_heads", "_cache"}
+WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy"}
+WITH_AXES = {"_device_order", "_exchange", "_mesh", "_plan", "_heads", "_cache"}
 
 
 def imports(path: Path) -> set[str]:
