@@ -22,7 +22,7 @@ from benchmarks.programs import entry_permutes, loop_permutes, permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
 from ringjax._branch import Branch
-from ringjax._cost import RowBytes, backward_bytes, forward_bytes
+from ringjax._cost import Work, messages
 from ringjax._plan import choose_block_size
 from ringjax._schedule import make_schedule
 
@@ -113,15 +113,10 @@ def peak(
 
 def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
     """Returns the bytes that one of 8 H100s sends for the dense pattern, and those that the schedule states."""
-    wide, narrow, lse = HEADS * WIDTH * 4, HEADS * WIDTH * 2, HEADS * 4
-    row = RowBytes(queries=2 * narrow + 2 * lse, keys=2 * narrow, query_grad=wide, keys_grad=2 * wide)
-    block_size = choose_block_size(HEADS, 2)
-    (branch,) = make_schedule(DilatedPattern.of_lengths(*DENSE), LENGTH, 8, HEADS, is_causal, block_size)
-    # Of a branch that keeps all tokens, results are cast before halves return; the backward alone asks for the lse.
-    stated = forward_bytes(branch, narrow, row.keys, narrow + (lse if gradient else 0))
-    if gradient:
-        num_swapped = branch.queries.num_slots // 2 if branch.is_balanced else 0
-        stated += backward_bytes(branch, row) - num_swapped * 3 * (wide - narrow)
+    pattern, block_size = DilatedPattern.of_lengths(*DENSE), choose_block_size(HEADS, 2)
+    branches = make_schedule(pattern, LENGTH, 8, HEADS, is_causal, block_size)
+    work = Work(pattern, HEADS, 1, HEADS, WIDTH, WIDTH, itemsize=2)
+    stated = sum(message.times * message.num_bytes for message in messages(work, branches, gradient))
     text = compile_for("8 H100s", gradient, is_causal=is_causal).as_text()
     return sum(permute.trips * permute.bytes for permute in permutes(text)), stated
 

@@ -19,18 +19,39 @@ class Permute(NamedTuple):
 
 def permutes(text: str) -> list[Permute]:
     """Returns the permutes of a compiled program."""
+    found = []
+    for line, trips in _run_lines(text, "collective-permute"):
+        _, _, rest = line.partition("source_target_pairs={")
+        pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("}}")[0] + "}")
+        pairs = tuple((int(source), int(destination)) for source, destination in pairs)
+        found.append(Permute(trips, _result_bytes(line, "collective-permute"), pairs))
+    return found
+
+
+def bytes_sent(text: str) -> dict[str, int]:
+    """Returns the bytes that a device of a compiled program sends to others, by kinds of collectives."""
+    # Of the bytes of a result, which all devices of a group have.
+    shares = {
+        "all-to-all": lambda n: (n - 1) / n,
+        "all-gather": lambda n: (n - 1) / n,
+        "reduce-scatter": lambda n: n - 1,
+    }
+    sent = {"collective-permute": sum(permute.trips * permute.bytes for permute in permutes(text))}
+    for kind, share in shares.items():
+        lines = _run_lines(text, kind)
+        sent[kind] = round(sum(n * _result_bytes(line, kind) * share(_groups(line).shape[1]) for line, n in lines))
+    return {kind: number for kind, number in sent.items() if number}
+
+
+def _run_lines(text: str, collective: str) -> list[tuple[str, int]]:
+    """Returns the lines of a kind of collective, each with how often it runs."""
     computations = _computations(text)
     found = []
 
     def walk(name: str, count: int) -> None:
         for line in computations[name]:
-            if re.search(r"collective-permute(-start)?\(", line):
-                _, _, rest = line.partition("source_target_pairs={")
-                pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("}}")[0] + "}")
-                pairs = tuple((int(source), int(destination)) for source, destination in pairs)
-                shapes = line.split(" = ")[1].split("collective-permute")[0]
-                half = 2 if "-start" in line else 1  # a start's result repeats its operands
-                found.append(Permute(count, sum(map(_bytes, _arrays(shapes))) // half, pairs))
+            if re.search(rf" {collective}(-start)?\(", line):
+                found.append((line, count))
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for kind, callee in re.findall(r"(body|to_apply|calls)=%?([\w.\-]+)", line):
                 walk(callee, count * int(trips.group(1)) if kind == "body" and trips else count)
@@ -42,6 +63,12 @@ def permutes(text: str) -> list[Permute]:
 
     walk("ENTRY", 1)
     return found
+
+
+def _result_bytes(line: str, collective: str) -> int:
+    shapes = line.split(" = ")[1].split(f" {collective}", maxsplit=1)[0]
+    half = 2 if "-start" in line and collective == "collective-permute" else 1  # a start's result repeats its operands
+    return sum(map(_bytes, _arrays(shapes))) // half
 
 
 def loop_permutes(text: str) -> list[bool]:

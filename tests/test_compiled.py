@@ -14,7 +14,7 @@ from oracle import make_mesh
 from benchmarks.programs import has_dimension, permutes
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._block import Weighting
-from ringjax._cost import RowBytes, backward_bytes, forward_bytes, queries_travel
+from ringjax._cost import RowBytes, Work, messages, queries_travel
 from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
 from ringjax._mesh import Placement
 from ringjax._plan import Plan
@@ -56,6 +56,10 @@ def row_bytes(heads, kv_heads, batch=1):
     return RowBytes(2 * query + 2 * lse, keys, query_grad=query, keys_grad=keys), query, query + lse
 
 
+def sum_sent(messages, direction):
+    return sum(message.times * message.num_bytes for message in messages if message.direction == direction)
+
+
 def sent(compiled):
     return sum(permute.trips * permute.bytes for permute in permutes(compiled.as_text()))
 
@@ -87,10 +91,12 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     # Where causal shards swap halves to have the same work, these go there and the results back.
     swapped = slots // 2 if is_causal and fills_shards else 0
     expected = hops * slots * row.keys + swapped * (query + row.keys + results)
-    assert sent(forward) == expected == forward_bytes(branch, query, row.keys, results)
+    work = Work(DilatedPattern([branch.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
+    stated = lambda direction, has_gradient: sum_sent(messages(work, (branch,), has_gradient), direction)
+    assert sent(forward) == expected == stated("forward", False)
     backward = compile_backward(mesh, length, heads, **arguments)
     travels = min(row.queries + row.query_grad, row.keys + row.keys_grad)
-    assert sent(backward) == hops * slots * travels + swapped * sum(row) == backward_bytes(branch, row)
+    assert sent(backward) == hops * slots * travels + swapped * sum(row) == stated("backward", True)
     part_of = {shard: number for number, part in enumerate(parts) for shard in part}
     for permute in (*permutes(forward.as_text()), *permutes(backward.as_text())):
         assert all(part_of[source] == part_of[destination] for source, destination in permute.pairs)

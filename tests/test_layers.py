@@ -17,7 +17,7 @@ ALLOWED = {
     "_reference": {"_branch", "_dropout", "_pattern", "_promotion"},
     "_side": {"_branch"},
     "_schedule": {"_branch", "_pattern", "_side"},
-    "_cost": {"_schedule"},
+    "_cost": {"_pattern", "_schedule", "_side"},
     "_strategy": {"_schedule"},
     "_mask": set(),
     "_block": {"_dropout", "_mask"},
