@@ -77,6 +77,7 @@ def compile_for(
     heads: int = HEADS,
     in_natural_order: bool = False,
     kv_heads: int | None = None,
+    strategy: Any = "ring",
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
     kind, topology = TOPOLOGIES[name]
@@ -91,7 +92,12 @@ def compile_for(
 
     def attend(*arrays: jax.Array) -> Any:
         return ring_dilated_attention(
-            *arrays, pattern=branches, is_causal=is_causal, implementation=implementation, mesh=mesh
+            *arrays,
+            pattern=branches,
+            is_causal=is_causal,
+            strategy=strategy,
+            implementation=implementation,
+            mesh=mesh,
         )
 
     def total(*arrays: jax.Array) -> jax.Array:

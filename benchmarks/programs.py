@@ -66,9 +66,13 @@ def _run_lines(text: str, collective: str) -> list[tuple[str, int]]:
 
 
 def _result_bytes(line: str, collective: str) -> int:
-    shapes = line.split(" = ")[1].split(f" {collective}", maxsplit=1)[0]
-    half = 2 if "-start" in line and collective == "collective-permute" else 1  # a start's result repeats its operands
-    return sum(map(_bytes, _arrays(shapes))) // half
+    _, _, result = line.partition(" = ")
+    arrays = _arrays(result.partition(f" {collective}")[0])
+    if "-start" not in line:
+        return sum(map(_bytes, arrays))
+    if collective == "collective-permute":  # a start's result repeats its operands, as large as what arrives
+        return sum(map(_bytes, arrays)) // 2
+    return sum(map(_bytes, arrays[len(arrays) // 2 :]))
 
 
 def loop_permutes(text: str) -> list[bool]:
@@ -100,15 +104,15 @@ def _hidden(lines: list[str]) -> list[bool]:
 
 
 class Gather(NamedTuple):
-    """An all-gather: the devices that gather together, in groups [count, size], and the operation that asked for it."""
+    """A collective: the devices that talk, in groups [count, size], and the operation that asked for it."""
 
     groups: np.ndarray
     name: str
 
 
-def gathers(text: str) -> list[Gather]:
-    """Returns the all-gathers of a compiled program."""
-    lines = [line for line in text.splitlines() if re.search(r" all-gather(-start)?\(", line)]
+def gathers(text: str, collective: str = "all-gather") -> list[Gather]:
+    """Returns the all-gathers of a compiled program, or its collectives of another kind."""
+    lines = [line for line in text.splitlines() if re.search(rf" {collective}(-start)?\(", line)]
     names = [re.search(r'op_name="([^"]*)"', line) for line in lines]
     return [Gather(_groups(line), name[1] if name else "") for line, name in zip(lines, names, strict=True)]
 

@@ -188,7 +188,8 @@ def _swaps(
     heads, _ = work.heads_of(branch)
     result = work.itemsize if is_alone else work.sum_itemsize
     has_all_tokens = branch.branch.offset_rate == 1 or branch.exchanges_rows
-    is_total = is_alone and has_all_tokens and heads == work.num_heads // branch.exchange_size
+    is_put = has_all_tokens and branch.implementation == "xla"  # a fused kernel's results are always merged
+    is_total = is_alone and is_put and heads == work.num_heads // branch.exchange_size
     is_packed = branch.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
     has_lse = has_gradient or work.needs_lse or not is_total or is_packed
     swap = functools.partial(_swap, branch)
