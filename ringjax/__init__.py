@@ -8,7 +8,10 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
 from ringjax._branch import Segments, Window
 from ringjax._device_order import make_mesh
+from ringjax._explain import explain
+from ringjax._mesh import MeshWarning
 from ringjax._pattern import DilatedPattern, ReachWarning
+from ringjax._planner import plan
 from ringjax._reference import dilated_attention_reference
 
 if TYPE_CHECKING:
@@ -17,15 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DilatedPattern",
+    "MeshWarning",
     "ReachWarning",
     "RingDilatedAttention",
     "Segments",
     "Window",
     "attention_fn",
     "dilated_attention_reference",
+    "explain",
     "linen",
     "make_mesh",
     "nn",
+    "plan",
     "ring_dilated_attention",
 ]
 __version__ = version("ringjax")

@@ -22,17 +22,20 @@ from ringjax._arguments import (
 )
 from ringjax._block import Weighting, accumulation_dtype
 from ringjax._branch import Branch
+from ringjax._call import Call, record
+from ringjax._cost import Work
 from ringjax._device import Context
-from ringjax._implementation import IMPLEMENTATIONS, ImplementationName, implement
-from ringjax._mesh import check_mesh, find_placement
+from ringjax._forecast import schedules_of
+from ringjax._implementation import IMPLEMENTATIONS, ImplementationName
+from ringjax._machine import machine_of
+from ringjax._mesh import Placement, check_mesh, find_mesh, find_placement, warn_of_mesh
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
 from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
 from ringjax._protocol import Request
 from ringjax._rule import ring_attention
-from ringjax._schedule import make_schedule
 from ringjax._sinks import add_sinks, read_sinks
-from ringjax._strategy import STRATEGIES, Strategy, check_exchange_size, lay_ways, read_exchange_sizes
+from ringjax._strategy import STRATEGIES, Strategy, check_exchange_size
 
 Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
 
@@ -203,6 +206,7 @@ def ring_dilated_attention(
     if scale <= 0:  # below, scales are positive: the sign goes to the keys
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name, spec)
+    warn_of_mesh(placement, query, axis_name)
     known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
     check_positions(placement.length(query), placement.length(key), known_offset)
     moving_offset = query_offset if isinstance(query_offset, jax.Array) else None
@@ -211,34 +215,31 @@ def ring_dilated_attention(
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
         block_size = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
     warn_of_reach(pattern, placement.length(query), key.shape[-2])
-    heads_of_device = placement.local_heads(query, key)
-    sizes = read_exchange_sizes(exchange_size, placement.num_shards, *heads_of_device)
-    schedule = functools.partial(
-        make_schedule,
-        pattern,
-        placement.length(query),
-        placement.num_shards,
-        key.shape[-2],
-        is_causal=bool(is_causal),
-        max_block_rows=int(block_size),
-        key_length=placement.length(key),
-        query_offset=known_offset if moving_offset is None else None,
-    )
-    branches = lay_ways(lambda size: schedule(exchange_size=size), strategy, sizes, pattern.heads)
     features = {
         "document_ids": document_ids is not None,
         "logits_soft_cap": logits_soft_cap is not None,
         "dropout_rate": dropout_rate > 0,
         "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
         "heads='grouped' over a mesh axis": pattern.heads == "grouped" and placement.heads,
-        "heads='grouped' over devices that exchange": pattern.heads == "grouped"
-        and any(branch.exchange_size > 1 for branch in branches),
     }
     needs = tuple(name for name, is_needed in features.items() if is_needed)
-    request = Request(
-        query, key, value, placement.platform, placement.unmapped, needs, return_residual or sinks is not None
+    has_lse = return_residual or sinks is not None
+    call = Call(
+        pattern=pattern,
+        num_queries=placement.length(query),
+        num_keys=placement.length(key),
+        query_offset=known_offset if moving_offset is None else None,
+        num_devices=placement.num_shards,
+        is_causal=bool(is_causal),
+        max_block_rows=int(block_size),
+        exchange_size=exchange_size,
+        implementation=implementation,
+        request=Request(query, key, value, placement.platform, placement.unmapped, needs, has_lse),
+        work=_work(query, key, value, documents[0], pattern, placement, has_lse),
     )
-    implemented = implement(branches, implementation, request)
+    record(call, strategy, placement, find_mesh((query, key, value), mesh)[1])
+    branches = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
+    implemented = call.implement(branches, with_warning=True)
     is_elsewhere = implementation is None and implemented != branches and not placement.is_platform_known
     plan = Plan(
         pattern=pattern,
@@ -257,6 +258,27 @@ def ring_dilated_attention(
     else:
         out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving_offset), plan)
     return (out, lse) if return_residual else out
+
+
+def _work(
+    query: Array, key: Array, value: Array, document: Any, pattern: DilatedPattern, placement: Placement, has_lse: bool
+) -> Work:
+    """Returns the sizes of a call on one device."""
+    *batch, num_heads = placement.block(query)
+    return Work(
+        pattern,
+        key.shape[-2],
+        math.prod(batch),
+        num_heads,
+        query.shape[-1],
+        value.shape[-1],
+        query.dtype.itemsize,
+        accumulation_dtype(query, key, value).itemsize,
+        query.shape[-2] // num_heads,
+        0 if document is None else document.dtype.itemsize,
+        needs_lse=has_lse,
+        has_lse_grad=has_lse,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -16,14 +16,16 @@ ImplementationName = Literal["xla", "cudnn"]
 IMPLEMENTATIONS: dict[str, Implementation] = {"cudnn": Fused(_cudnn), "xla": Xla()}
 
 
-def implement(branches: tuple[BranchSchedule, ...], name: str | None, request: Request) -> tuple[BranchSchedule, ...]:
-    """Returns the branches with their implementations.
+def implement(
+    branches: tuple[BranchSchedule, ...], name: str | None, request: Request, with_warning: bool = False
+) -> tuple[BranchSchedule, ...]:
+    """Returns the branches with their implementations; warns, if asked to, of what hinders faster ones.
 
     Raises:
       ValueError: if the named implementation cannot serve all branches.
     """
     names = IMPLEMENTATIONS if name is None else (name,)
-    if name is None and request.unmapped:
+    if with_warning and name is None and request.unmapped:
         _warn_of_axes(branches, request)
     return tuple(_choose(branch, tuple(names), request) for branch in branches)
 
@@ -50,5 +52,5 @@ def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> Non
             if implementation.obstacle(request._replace(unmapped=()), prepared) is None:
                 reason = implementation.obstacle(request, prepared)
                 if reason is not None:
-                    warnings.warn(f"attention is computed without a fused kernel: {reason}", stacklevel=4)
+                    warnings.warn(f"attention is computed without a fused kernel: {reason}", stacklevel=5)
                 return

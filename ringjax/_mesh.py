@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -49,10 +50,13 @@ class Placement(NamedTuple):
         sizes = (size if isinstance(size, int) else 1 for size in (*array.shape[:-3], array.shape[-2]))
         return tuple(size // cut for size, cut in zip(sizes, cuts, strict=True))
 
-    def local_heads(self, query: Array, key: Array) -> tuple[int, int]:
-        """Returns the numbers of query and of key/value heads that a device has, as far as axes are known."""
-        parts = math.prod(self.mesh.shape[axis] for axis in self.heads) if self.mesh else 1
-        return query.shape[-2] // parts, max(1, key.shape[-2] // parts)
+    @property
+    def device_kind(self) -> str:
+        """The kind of the devices, as far as it is known."""
+        if isinstance(self.mesh, Mesh):
+            return self.mesh.devices.flat[0].device_kind
+        kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None)
+        return kind or (jax.devices()[0].device_kind if self.platform == jax.default_backend() else "")
 
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
@@ -143,12 +147,7 @@ def find_placement(
       ValueError: if `spec` is given without a mesh or names axes that there are not, or if a
         dimension is sharded over axes that it must not be sharded over.
     """
-    context = jax.sharding.get_abstract_mesh()
-    if context.manual_axes:
-        mesh = context  # inside the caller's shard_map no other mesh is possible
-    elif mesh is None:
-        carried = filter(None, map(_mesh_of, (query, key, value)))
-        mesh = next(carried, None if context.empty else context)
+    mesh, _ = find_mesh((query, key, value), mesh)
     platform, is_platform_known = _platform(mesh, query)
     if mesh is None:
         if spec is not None:
@@ -186,6 +185,54 @@ def find_placement(
         ),
         platform=platform,
         is_platform_known=is_platform_known,
+    )
+
+
+def find_mesh(
+    arrays: Iterable[Array], mesh: Mesh | AbstractMesh | None = None
+) -> tuple[Mesh | AbstractMesh | None, str]:
+    """Returns the mesh that a call runs on, if there is one, and where it is from."""
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:  # no other mesh is possible there
+        return context, "the caller's shard_map"
+    if mesh is not None:
+        return mesh, "the argument mesh="
+    carried = next(filter(None, map(_mesh_of, arrays)), None)
+    if carried is not None:
+        return carried, "the arrays"
+    return (None, "nowhere") if context.empty else (context, "jax.set_mesh")
+
+
+class MeshWarning(UserWarning):
+    """A mesh is there, and its devices would all compute the same."""
+
+
+# What others call the axis of the sequence.
+_LIKE_SEQUENCE = ("context", "cp", "ctx", "length", "ring", "sequence", "seq", "sp", "tokens")
+
+
+def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
+    """Warns, once for each mesh, of axes that cut nothing where the sequence axis is missing."""
+    mesh, source = find_mesh((query,))
+    if placement.axis_name is not None or mesh is None:
+        return
+    cutting = {axis for axes in (*placement.batch, placement.heads) for axis in axes}
+    idle = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in cutting)
+    is_like_sequence = any(name.lower() in _LIKE_SEQUENCE for name in idle)
+    known = [size for size in (*query.shape[:-3], query.shape[-2]) if isinstance(size, int)]
+    # Auto axes may cut batches and heads, unseen: as many as there are of both.
+    is_too_many = math.prod(known) < math.prod(mesh.shape[name] for name in idle)
+    if idle and (is_like_sequence or is_too_many):
+        _warn_of_idle(idle, source, axis_name)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_of_idle(idle: tuple[str, ...], source: str, axis_name: str) -> None:
+    warnings.warn(
+        f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
+        f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={idle[-1]!r}",
+        MeshWarning,
+        stacklevel=5,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import math
 import operator
 import warnings
@@ -181,6 +182,33 @@ class DilatedPattern:
         if self.merge == "union":
             count = np.minimum(count, 1)
         return count * (key <= query) if is_causal else count
+
+    def plot(
+        self,
+        length: int = 64,
+        num_kv_heads: int = 1,
+        head: int = 0,
+        is_causal: bool = False,
+        num_devices: int | None = None,
+    ) -> Any:
+        """Draws the pattern: how often each pair counts, in each branch and in all, and how many keys a query sees.
+
+        Args:
+          length: the number of tokens.
+          num_kv_heads: the number of key/value heads K.
+          head: the head to draw.
+          is_causal: draw only the pairs of which the key's position is not after the query's.
+          num_devices: draw the boundaries of so many devices, and say what they send.
+
+        Returns:
+          A matplotlib figure.
+
+        Raises:
+          ModuleNotFoundError: without matplotlib, the extra ``plot``.
+        """
+        # Matplotlib is an extra: nothing else needs the module that does.
+        pictures = importlib.import_module("ringjax._pictures")
+        return pictures.plot_pattern(self, length, num_kv_heads, head, is_causal, num_devices)
 
 
 class ReachWarning(UserWarning):

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from ringjax._schedule import BranchSchedule
 
-Strategy = Literal["ring", "all_gather", "all_to_all"]
+Strategy = Literal["ring", "all_gather", "all_to_all", "auto"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 Schedules = tuple[BranchSchedule, ...]
@@ -29,7 +29,7 @@ def check_exchange_size(exchange_size: Any, strategy: str) -> None:
     """
     if exchange_size is None:
         return
-    if strategy != "all_to_all":
+    if strategy not in ("all_to_all", "auto"):
         raise ValueError(
             f"exchange_size={exchange_size!r} is given, but strategy={strategy!r} exchanges nothing: leave it out, or "
             'use strategy="all_to_all"'

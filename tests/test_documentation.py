@@ -17,10 +17,22 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 from ringjax import ring_dilated_attention
+from ringjax._command import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MODULES = ["_attention", "_attention_fn", "_branch", "_device_order", "_pattern", "_reference", "linen", "nn"]
+MODULES = [
+    "_attention",
+    "_attention_fn",
+    "_branch",
+    "_device_order",
+    "_explain",
+    "_pattern",
+    "_planner",
+    "_reference",
+    "linen",
+    "nn",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -71,6 +83,19 @@ def test_code_and_commands_of_the_guide_to_scaling():
     flags = {flag for command in commands for flag in re.findall(r"(--[a-z-]+)", command)}
     assert {"--distributed", "--mesh", "--coordinator", "--resume", "--profile"} <= flags
     assert all(flag in known for flag in flags)
+
+
+def test_code_and_commands_of_the_guide_to_planning(capsys):
+    text = (ROOT / "docs" / "planning.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        result = run_code(block, JAX_NUM_CPU_DEVICES="8")
+        assert result.returncode == 0, result.stderr
+        assert "bound" in result.stdout
+    commands = re.findall(r"ringjax (plan (?:[^\n]*\\\n)*[^\n]*)", text) + re.findall(r"`ringjax (plan [^`]*)`", README)
+    assert len(commands) == 2
+    for command in commands:
+        assert main(command.replace("\\\n", " ").split()) == 0
+        assert "Take " in capsys.readouterr().out
 
 
 def test_the_command_for_one_node_rings():

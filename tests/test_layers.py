@@ -51,12 +51,35 @@ ALLOWED = {
     "_device": {"_block", "_order", "_plan", "_shard"},
     "_rule": {"_device", "_plan", "_promotion"},
     "_arguments": {"_branch", "_dropout"},
+    "_machine": {"_cost"},
+    "_call": {"_cost", "_implementation", "_pattern", "_protocol", "_schedule", "_strategy"},
+    "_forecast": {"_call", "_cost", "_machine", "_schedule", "_strategy"},
+    "_planner": {
+        "_branch",
+        "_call",
+        "_cost",
+        "_forecast",
+        "_implementation",
+        "_machine",
+        "_pattern",
+        "_plan",
+        "_protocol",
+    },
+    "_pictures": {"_pattern", "_schedule"},
+    "_measure": {"_machine"},
+    "_command": {"_branch", "_machine", "_measure", "_pattern", "_pictures", "_planner"},
+    "__main__": {"_command"},
+    "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh", "_planner"},
     "_attention": {
         "_arguments",
         "_block",
         "_branch",
+        "_call",
+        "_cost",
         "_device",
+        "_forecast",
         "_implementation",
+        "_machine",
         "_mesh",
         "_pattern",
         "_plan",
@@ -87,11 +110,23 @@ ALLOWED = {
     },
     "nn": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
     "linen": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
-    "__init__": {"_attention", "_attention_fn", "_branch", "_device_order", "_pattern", "_reference", "linen", "nn"},
+    "__init__": {
+        "_attention",
+        "_attention_fn",
+        "_branch",
+        "_device_order",
+        "_explain",
+        "_mesh",
+        "_pattern",
+        "_planner",
+        "_reference",
+        "linen",
+        "nn",
+    },
 }
 # The modules that are integers alone, and those that may name a mesh axis.
-WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy"}
-WITH_AXES = {"_device_order", "_exchange", "_mesh", "_plan", "_heads", "_cache"}
+WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy", "_machine", "_pictures", "_command"}
+WITH_AXES = {"_device_order", "_exchange", "_measure", "_mesh", "_plan", "_heads", "_cache"}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,8 @@
+"""The command `ringjax`, which is also `python -m ringjax`."""
+
+import sys
+
+from ringjax._command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The command line: `ringjax plan`."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from ringjax._branch import Branch, Segments, Window
+from ringjax._machine import MACHINES
+from ringjax._pattern import DilatedPattern
+from ringjax._planner import FEATURES, Comparison, plan
+
+_UNITS = {"k": 2**10, "m": 2**20}
+
+
+def count_of(text: str) -> int:
+    """Returns the number in a text such as 4096, 32k or 1M, where k and M are powers of 1024.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    return int(text[:-1] if unit > 1 else text) * unit
+
+
+def branch_of(text: str) -> Branch:
+    """Returns the branch in a text such as segments:2048, segments:32k:16, window:4096 or window:512:2.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    kind, *numbers = text.split(":")
+    kinds: dict[str, type[Any]] = {"segments": Segments, "window": Window}
+    if kind not in kinds or not 1 <= len(numbers) <= 2:
+        raise ValueError(text)
+    return kinds[kind](*map(count_of, numbers))
+
+
+def axis_of(text: str) -> tuple[str, int]:
+    """Returns the name and the size in a text such as seq=8.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    name, _, size = text.partition("=")
+    return name, count_of(size)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command."""
+    top = argparse.ArgumentParser(prog="ringjax", description="Exact ring and dilated attention for JAX and Flax.")
+    commands = top.add_subparsers(dest="command", required=True)
+    one = commands.add_parser(
+        "plan",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Compares the strategies for a model on a mesh, before anything runs.",
+    )
+    add = one.add_argument
+    add("branches", nargs="*", type=branch_of, metavar="BRANCH", help="segments:LENGTH[:RATE] or window:SIZE[:RATE]")
+    add("--tokens", type=count_of, default=2**20, help="length of the whole sequence; 32k and 1M are powers of 1024")
+    add("--heads", type=count_of, default=32, help="query heads")
+    add("--kv-heads", type=count_of, help="key/value heads, as many as query heads by default")
+    add("--head-dim", type=count_of, default=128, help="width of queries and keys")
+    add("--value-dim", type=count_of, help="width of values, that of queries by default")
+    add("--batch-size", type=count_of, default=1, help="sequences on the whole mesh")
+    add("--dtype", default="bfloat16", help="dtype of the arrays")
+    add("--causal", action="store_true", help="queries see no later keys")
+    add("--union", action="store_true", help="a pair counts once, however many branches hold it")
+    add("--features", nargs="*", default=[], choices=FEATURES, help="arguments that are used")
+    add("--mesh", nargs="+", type=axis_of, default=[("seq", 8)], metavar="AXIS=SIZE", help="sizes of the mesh axes")
+    add("--axis-name", default="seq", help="axis that the sequence is sharded along")
+    add("--node-size", type=count_of, help="devices of a node, as the device has it by default")
+    add("--device", default="H100", help=f"{', '.join(MACHINES)}, or a file of figures")
+    add("--exchange-size", type=count_of, help="devices that exchange tokens for heads")
+    add("--forward", action="store_true", help="count the forward alone, not the gradient")
+    add("--json", action="store_true", help="print all figures in JSON")
+    add("--plot", metavar="FILE", help="draw bytes and time over the number of devices and of tokens")
+    add("--measure", metavar="FILE", help="measure the devices of this machine, write FILE for --device, and stop")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command, and returns its exit status."""
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.measure:
+        from ringjax._measure import measure, write  # noqa: PLC0415  # the rest allocates nothing
+
+        machine = measure()
+        write(machine, options.measure)
+        print(machine)
+        return 0
+    if not options.branches:
+        options.branches = [Segments(options.tokens)]
+    try:
+        print_plan(options)
+    except (TypeError, ValueError) as error:
+        print(f"ringjax plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def print_plan(options: argparse.Namespace) -> None:
+    """Prints the comparison, or draws it."""
+    comparison = _compare(options)
+    print(comparison.to_json() if options.json else comparison)
+    if options.plot:
+        from ringjax._pictures import plot_plans  # noqa: PLC0415  # matplotlib is an extra
+
+        plot_plans(lambda **sizes: _compare(options, **sizes), options.plot)
+
+
+def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_devices: int | None = None) -> Comparison:
+    mesh = dict(options.mesh)
+    if num_devices is not None:
+        mesh[options.axis_name] = num_devices
+    pattern = DilatedPattern(options.branches, merge="union" if options.union else "lse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the table says what they do
+        return plan(
+            pattern,
+            num_tokens=options.tokens if num_tokens is None else num_tokens,
+            num_heads=options.heads,
+            num_kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            value_dim=options.value_dim,
+            batch_size=options.batch_size,
+            dtype=options.dtype,
+            is_causal=options.causal,
+            features=options.features,
+            mesh=mesh,
+            axis_name=options.axis_name,
+            node_size=options.node_size,
+            device=options.device,
+            exchange_size=options.exchange_size,
+            has_gradient=not options.forward,
+        )

@@ -1,0 +1,173 @@
+"""What a strategy will take: bounds of its time on a machine, and which strategy's bound is the least.
+
+All are bounds: products at the machine's peak, each array read and written once where it must be, and messages at the
+full rate of links. What a message has beside it hides it, as far as that lasts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ringjax._call import Call
+from ringjax._cost import Direction, Message, Work, messages, num_pairs
+from ringjax._machine import Machine
+from ringjax._schedule import BranchSchedule
+from ringjax._strategy import STRATEGIES, Schedules
+
+_NAMED = tuple(strategy for strategy in STRATEGIES if strategy != "auto")
+
+
+class Seconds(NamedTuple):
+    """The bound of one direction on the busiest device: products, passes over memory, and links, seen and hidden."""
+
+    products: float
+    memory: float
+    exposed: float
+    hidden: float
+    total: float
+
+    def __add__(self, other: "Seconds") -> "Seconds":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Seconds(*map(sum, zip(self, other, strict=True)))
+
+
+ZERO = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What a call will take with one strategy.
+
+    Args:
+      strategy: its name.
+      schedules: the schedule of each branch.
+      branches: the same in the tiles of what computes them.
+      messages: what each device sends.
+      operations: the operations of the busiest device, forward and with the gradient.
+      forward, backward: the bounds of time.
+    """
+
+    strategy: str
+    schedules: Schedules
+    branches: Schedules
+    messages: tuple[Message, ...]
+    operations: tuple[int, int]
+    forward: Seconds
+    backward: Seconds
+
+    @property
+    def seconds(self) -> float:
+        """The bound of both directions."""
+        return self.forward.total + self.backward.total
+
+    def num_bytes(self, direction: Direction) -> int:
+        """Returns the bytes that a device sends in one direction."""
+        return sum(message.num_bytes * message.times for message in self.messages if message.direction == direction)
+
+
+def schedules_of(call: Call, strategy: str, machine: Machine) -> Schedules:
+    """Returns the schedules of a strategy, with ``"auto"`` those of the least time on a machine, with the gradient."""
+    return choose(call, machine).schedules if strategy == "auto" else call.schedules(strategy)
+
+
+def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, has_gradient: bool = True) -> Forecast:
+    """Returns what a call will take with these schedules."""
+    branches = call.implement(schedules)
+    found = messages(call.work, branches, has_gradient)
+    directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
+    seconds = {
+        direction: sum((_of_branch(call, branch, machine, direction) for branch in branches), ZERO)
+        + _of_exchange(call, found, machine, direction)
+        for direction in directions
+    }
+    forward = sum(_operations(call.work, branch, "forward") for branch in branches)
+    backward = sum(_operations(call.work, branch, "backward") for branch in branches) if has_gradient else 0
+    return Forecast(
+        strategy,
+        schedules,
+        branches,
+        tuple(found),
+        (forward, backward),
+        seconds["forward"],
+        seconds.get("backward", ZERO),
+    )
+
+
+def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
+    """Returns the forecast of the least time: of one strategy for all branches, or of each branch's best.
+
+    Of equal ones the first counts: the same call is always served the same way.
+    """
+    candidates = all_forecasts(call, machine, has_gradient)
+    if len(call.pattern.branches) > 1:
+        schedules = tuple(_best_of(call, number, machine, has_gradient) for number in range(len(call.pattern.branches)))
+        candidates.append(forecast(call, "auto", schedules, machine, has_gradient))
+    return min(candidates, key=lambda one: one.seconds)
+
+
+def _best_of(call: Call, number: int, machine: Machine, has_gradient: bool) -> BranchSchedule:
+    """Returns the schedule with which one branch would take the least time by itself."""
+    alone = (call.schedules(strategy, only=number) for strategy in _NAMED)
+    forecasts = [forecast(call, "auto", schedules, machine, has_gradient) for schedules in alone]
+    return min(forecasts, key=lambda one: one.seconds).schedules[0]
+
+
+def all_forecasts(call: Call, machine: Machine, has_gradient: bool = True) -> list[Forecast]:
+    """Returns the forecast of every strategy that is one for all branches."""
+    return [forecast(call, strategy, call.schedules(strategy), machine, has_gradient) for strategy in _NAMED]
+
+
+def _operations(work: Work, branch: BranchSchedule, direction: Direction) -> int:
+    """Two products of each pair forward, five in the gradient, of which it computes one again."""
+    heads, _ = work.heads_of(branch)
+    of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
+    return 2 * of_pair * work.batch * heads * num_pairs(work, branch)
+
+
+def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: Direction) -> Seconds:
+    work = call.work
+    own = [
+        message
+        for message in messages(work, (branch,), direction == "backward")
+        if message.direction == direction and not _is_exchange(message, branch)
+    ]
+    link = functools.partial(_links, own, machine, call.num_devices)
+    hidden, exposed = link(is_hidden=True), link(is_hidden=False)
+    num_meetings = 1 + max((leg.rotations + (leg.halo > 0) for leg in branch.key_legs), default=0)
+    num_meetings = 1 if branch.strategy == "all_gather" else num_meetings
+    products = _operations(work, branch, direction) / machine.rate(work.itemsize)
+    memory = _bytes_moved(work, branch, num_meetings, direction) / machine.memory_bandwidth
+    # Sums are read and written between products; what comes is computed with last, when it is there.
+    computing = products + memory
+    total = exposed + max(computing, hidden + computing / num_meetings)
+    return Seconds(products, memory, exposed, hidden, total)
+
+
+def _of_exchange(call: Call, found: Iterable[Message], machine: Machine, direction: Direction) -> Seconds:
+    """The time of what is exchanged for all branches, with nothing beside it."""
+    own = [message for message in found if message.direction == direction and message.collective == "all_to_all"]
+    exposed = _links(own, machine, call.num_devices, is_hidden=False)
+    return Seconds(0.0, 0.0, exposed, 0.0, exposed)
+
+
+def _is_exchange(message: Message, branch: BranchSchedule) -> bool:
+    return message.collective == "all_to_all" or (message.collective == "all_gather" and branch.strategy == "ring")
+
+
+def _links(found: Iterable[Message], machine: Machine, num_devices: int, is_hidden: bool) -> float:
+    own = (machine.seconds(message, num_devices) for message in found if message.is_hidden == is_hidden)
+    return sum(own, 0.0)
+
+
+def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, direction: Direction) -> int:
+    """The bytes that memory reads and writes: operands and sums in each meeting, and rows that are taken and put."""
+    row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
+    queries, keys = branch.queries.num_slots, branch.keys.num_slots
+    tokens = branch.queries.shard_length * work.batch * work.num_heads // branch.exchange_size * work.sum_itemsize
+    if direction == "forward":
+        sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize
+        moved = num_meetings * (queries * work.query_row(branch) + keys * row.keys + sums)
+        return moved + 2 * tokens * work.value_width
+    sums = 2 * (queries * row.query_grad + keys * row.keys_grad)
+    moved = num_meetings * (queries * row.queries + keys * row.keys + sums)
+    return moved + 2 * tokens * work.width

@@ -1,0 +1,152 @@
+"""Draws patterns, and what strategies take; needs matplotlib, which is an extra."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringjax._pattern import DilatedPattern
+from ringjax._schedule import BranchSchedule, make_schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def _pyplot() -> Any:
+    try:
+        from matplotlib import pyplot as plt  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('pictures need matplotlib: pip install "ringjax[plot]"', name="matplotlib") from error
+    return plt
+
+
+def plot_pattern(
+    pattern: DilatedPattern,
+    length: int = 64,
+    num_kv_heads: int = 1,
+    head: int = 0,
+    is_causal: bool = False,
+    num_devices: int | None = None,
+) -> "Figure":
+    """Returns a picture of a pattern: see :meth:`ringjax.DilatedPattern.plot`."""
+    plt = _pyplot()
+    count = len(pattern.branches)
+    columns = count + (count > 1)
+    size = 3.2 * columns + 3.6, 4.2
+    figure, axes = plt.subplots(1, columns + 1, figsize=size, layout="constrained", squeeze=False)
+    multiplicity = functools.partial(_multiplicity, length=length, num_kv_heads=num_kv_heads, is_causal=is_causal)
+    schedules = [None] * count
+    if num_devices is not None:
+        schedules = make_schedule(pattern, length, num_devices, num_kv_heads, is_causal)
+    for number, branch in enumerate(pattern.branches):
+        runs = head in pattern.heads_of(number, num_kv_heads)
+        pairs = multiplicity(pattern, only=number)[head] if runs else np.zeros((length, length), np.int64)
+        title = str(branch) if runs else f"{branch}\nnot of head {head}"
+        schedule = schedules[number]
+        _draw_pairs(axes[0, number], pairs, count, f"{title}\n{_ways(schedule)}" if schedule else title, num_devices)
+    total = multiplicity(pattern)
+    if count > 1:
+        _draw_pairs(axes[0, count], total[head], count, f"all branches, {pattern.merge}", num_devices)
+    _draw_legend(axes[0, columns - 1], int(total[head].max()), count)
+    _draw_field(axes[0, columns], total, head)
+    causal = "causal" if is_causal else "not causal"
+    figure.suptitle(f"head {head} of {num_kv_heads}, {causal}, {length} tokens")
+    return figure
+
+
+def _multiplicity(
+    pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool, only: int | None = None
+) -> np.ndarray:
+    """How often pairs count [K, T, T], in one branch or in all."""
+    if only is None:
+        return pattern.multiplicity(length, num_kv_heads, is_causal)
+    position, branch = np.arange(length), pattern.branches[only]
+    offset = np.array([pattern.offset(head, branch.offset_rate, num_kv_heads, only) for head in range(num_kv_heads)])[
+        :, None, None
+    ]
+    holds = branch.holds(position[:, None], position, offset)
+    return (holds & (position <= position[:, None]) if is_causal else holds).astype(np.int64)
+
+
+def _color(count: int, most: int) -> Any:
+    return _pyplot().get_cmap("viridis_r")(count / max(most, 1))
+
+
+def _draw_pairs(axes: "Axes", pairs: np.ndarray, most: int, title: str, num_devices: int | None) -> None:
+    """Draws how often each pair counts; a row is a query, a column a key."""
+    axes.imshow(np.ma.masked_equal(pairs, 0), cmap="viridis_r", vmin=0, vmax=most, interpolation="nearest")
+    axes.set_title(title, fontsize="medium")
+    axes.set(xlabel="key", ylabel="query", xticks=(), yticks=())
+    share = -(-len(pairs) // num_devices) if num_devices else len(pairs)
+    for boundary in range(share, len(pairs), share):
+        axes.axhline(boundary - 0.5, color="gray", linewidth=0.6)
+        axes.axvline(boundary - 0.5, color="gray", linewidth=0.6)
+
+
+def _draw_legend(axes: "Axes", largest: int, most: int) -> None:
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    names = {count: f"counts {count} times" if count > 1 else "counts once" for count in range(1, largest + 1)}
+    handles = [Patch(color=_color(count, most), label=name) for count, name in names.items()]
+    handles.append(Patch(facecolor="white", edgecolor="gray", label="is not held"))
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small")
+
+
+def _draw_field(axes: "Axes", total: np.ndarray, head: int) -> None:
+    """Draws how many keys each query sees, in the head and in any."""
+    seen = (total > 0).sum(axis=2)
+    axes.plot(seen[head], label=f"head {head}")
+    axes.plot((total > 0).any(axis=0).sum(axis=1), linestyle="--", label="any head")
+    axes.set_title("receptive field", fontsize="medium")
+    axes.set(xlabel="position of the query", ylabel="keys seen", ylim=(0, None))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
+
+
+def _ways(schedule: BranchSchedule) -> str:
+    """What goes where, in words."""
+    if schedule.is_local:
+        return "nothing travels"
+    words = []
+    for leg in schedule.key_legs:
+        way = "on" if leg.direction > 0 else "back"
+        if leg.rotations:
+            words.append(f"{leg.rotations} {'hops' if leg.rotations > 1 else 'hop'} of {schedule.keys.num_slots} rows")
+        if leg.halo:
+            halo, hops = leg.of_halo(schedule.keys), abs(leg.halo_hops)
+            rows = halo.num_chunks * halo.num_rows
+            words.append(f"{rows} rows {hops} {'devices' if hops > 1 else 'device'} {way}")
+    return ", ".join(words)
+
+
+def plot_plans(compare: Callable[..., Any], path: str) -> None:
+    """Draws what each strategy sends and takes over the number of devices and of tokens.
+
+    Args:
+      compare: returns the comparison of other sizes, given `num_devices` or `num_tokens`.
+      path: the picture to write.
+    """
+    plt = _pyplot()
+    call = compare().call
+    sweeps = {
+        "num_devices": ("devices", [2**power for power in range(1, 11)]),
+        "num_tokens": ("tokens", [call.num_queries * 2**power // 16 for power in range(9)]),
+    }
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    for column, (name, (label, sizes)) in enumerate(sweeps.items()):
+        found = {size: compare(**{name: size}).forecasts for size in sizes if size >= call.num_devices or column == 0}
+        for index, one in enumerate(next(iter(found.values()))):
+            values = {size: forecasts[index] for size, forecasts in found.items()}
+            sent = [value.num_bytes("forward") + value.num_bytes("backward") for value in values.values()]
+            style = {"marker": "osd"[index % 3], "linestyle": ("-", "--", ":")[index % 3], "label": one.strategy}
+            axes[0, column].plot(list(values), [number / 2**20 for number in sent], **style)
+            axes[1, column].plot(list(values), [value.seconds * 1e3 for value in values.values()], **style)
+        for row, unit in enumerate(("MiB sent by a device", "bound of time in ms")):
+            axes[row, column].set(xscale="log", yscale="log", xlabel=label, ylabel=unit)
+            axes[row, column].set_xscale("log", base=2)
+            axes[row, column].grid(alpha=0.3)
+    axes[0, 0].legend()
+    figure.suptitle(f"{call.num_queries:,} tokens, {call.num_devices} devices, and more or fewer of either")
+    figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)
+    plt.close(figure)

@@ -1,0 +1,312 @@
+"""The planner: what each strategy will take for a model and a mesh, in a table, before anything runs."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ringjax._branch import Branch
+from ringjax._call import Call
+from ringjax._cost import Work
+from ringjax._forecast import Forecast, all_forecasts, choose
+from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._machine import Machine, find_machine
+from ringjax._pattern import DilatedPattern, read_pattern
+from ringjax._plan import choose_block_size
+from ringjax._protocol import Request
+
+_MOST_OF_REACH = 2**16
+FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The strategies of a call beside each other; `str` of it is a table.
+
+    Args:
+      call: the call, in integers.
+      machine: the figures of the devices.
+      forecasts: what each strategy takes.
+      best: the one of the least bound of time, which may be of several strategies.
+      has_gradient: whether the gradient is counted.
+    """
+
+    call: Call
+    machine: Machine
+    forecasts: tuple[Forecast, ...]
+    best: Forecast
+    has_gradient: bool
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table: one for each strategy, of figures."""
+        more = [] if self.best in self.forecasts else [self.best]
+        return [self._row(one) for one in (*self.forecasts, *more)]
+
+    def _row(self, one: Forecast) -> dict[str, Any]:
+        both = one.forward + one.backward
+        hops = sum(leg.rotations + (leg.halo > 0) for branch in one.branches for leg in branch.key_legs)
+        return {
+            "strategy": one.strategy if one.strategy != "auto" else "each branch its own",
+            "exchange_size": max(branch.exchange_size for branch in one.branches),
+            "hops": hops,
+            "messages": sum(message.times for message in one.messages),
+            "bytes_forward": one.num_bytes("forward"),
+            "bytes_backward": one.num_bytes("backward"),
+            "bytes_between_nodes": sum(
+                message.num_bytes * message.times
+                for message in one.messages
+                if not self.machine.is_inside(message, self.call.num_devices)
+            ),
+            "operations": sum(one.operations),
+            "seconds_products": both.products,
+            "seconds_memory": both.memory,
+            "seconds_links_hidden": both.hidden,
+            "seconds_links_exposed": both.exposed,
+            "seconds": both.total,
+        }
+
+    @property
+    def implementations(self) -> list[dict[str, str]]:
+        """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
+        found = []
+        for branch in self.best.branches:
+            reasons = []
+            for name, implementation in IMPLEMENTATIONS.items():
+                if name == branch.implementation:
+                    break
+                reason = implementation.obstacle(self.call.request, implementation.prepare(branch))
+                reasons.append(f"not {name}: {reason}")
+            found.append(
+                {"branch": str(branch.branch), "implementation": branch.implementation, "why": "; ".join(reasons)}
+            )
+        return found
+
+    @property
+    def reach(self) -> float:
+        """The share of queries that see beyond their smallest branch in any head."""
+        length = min(self.call.num_queries, _MOST_OF_REACH)
+        return self.call.pattern.reach(length, self.call.work.num_kv_heads, self.call.is_causal).in_any_head
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in a sentence."""
+        name = "each branch its own" if self.best.strategy == "auto" else f'"{self.best.strategy}"'
+        worst = max(self.forecasts, key=lambda one: one.seconds)
+        if worst.seconds <= self.best.seconds * 1.001:
+            return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
+        over = worst.seconds / self.best.seconds
+        return (
+            f'Take {name}: its bound is {_time(self.best.seconds)}, and that of "{worst.strategy}" {over:.2f} times '
+            "as long."
+        )
+
+    @property
+    def example(self) -> str:
+        """The call to paste."""
+        call = self.call
+        branches = ", ".join(f"ringjax.{branch}" for branch in call.pattern.branches)
+        usual = DilatedPattern(call.pattern.branches)
+        chosen = {name: getattr(call.pattern, name) for name in ("offsets", "merge", "heads")}
+        choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
+        options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
+        if call.exchange_size is not None and self.best.strategy == "all_to_all":
+            options.append(f"exchange_size={call.exchange_size}")
+        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(options)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, for JSON."""
+        return {
+            "device": self.machine.name,
+            "tokens": self.call.num_queries,
+            "devices": self.call.num_devices,
+            "has_gradient": self.has_gradient,
+            "strategies": self.rows,
+            "implementations": self.implementations,
+            "share_that_sees_beyond": self.reach,
+            "recommended": self.best.strategy,
+            "recommendation": self.recommendation,
+            "call": self.example,
+        }
+
+    def to_json(self) -> str:
+        """Returns all figures in JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def __str__(self) -> str:
+        call, machine = self.call, self.machine
+        what = "forward and gradient" if self.has_gradient else "forward"
+        title = (
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}. Times are bounds: "
+            "products at the peak rate, links at full rate."
+        )
+        columns = {
+            "strategy": "strategy",
+            "exchange": "exchange_size",
+            "hops": "hops",
+            "messages": "messages",
+            "sent forward": "bytes_forward",
+            "backward": "bytes_backward",
+            "between nodes": "bytes_between_nodes",
+            "products": "seconds_products",
+            "memory": "seconds_memory",
+            "links hidden": "seconds_links_hidden",
+            "exposed": "seconds_links_exposed",
+            "bound": "seconds",
+        }
+        cells = [list(columns)] + [[_cell(key, row[key]) for key in columns.values()] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        served = [
+            f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
+            for one in self.implementations
+        ]
+        if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
+            served.append(f"{self.reach:.0%} of the queries see beyond their smallest branch.")
+        return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
+
+
+def compare(call: Call, machine: Machine, has_gradient: bool = True) -> Comparison:
+    """Returns the strategies of a call beside each other."""
+    forecasts = tuple(all_forecasts(call, machine, has_gradient))
+    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient)
+
+
+def plan(
+    pattern: DilatedPattern | Sequence[Branch] | None = None,
+    *,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    batch_size: int = 1,
+    dtype: Any = "bfloat16",
+    is_causal: bool = False,
+    features: Sequence[str] = (),
+    mesh: Mapping[str, int] | int = 8,
+    axis_name: str = "seq",
+    head_axes: Sequence[str] = ("tensor",),
+    node_size: int | None = None,
+    device: str | Machine = "H100",
+    exchange_size: int | None = None,
+    implementation: str | None = None,
+    has_gradient: bool = True,
+) -> Comparison:
+    """Compares the strategies for a model on a mesh, from integers alone: nothing is compiled, no array is made.
+
+    Args:
+      pattern: the branches, see :func:`ring_dilated_attention`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
+      dilation_rates: the dilation rate of each branch.
+      num_tokens: the length of the whole sequence.
+      num_heads: the number of query heads N.
+      num_kv_heads: the number of key/value heads K; N by default.
+      head_dim: the width of queries and keys.
+      value_dim: the width of values; `head_dim` by default.
+      batch_size: the number of sequences on the whole mesh.
+      dtype: the dtype of the arrays.
+      is_causal: whether a query sees only keys that are not after it.
+      features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
+      mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis.
+      axis_name: the axis that the sequence is sharded along.
+      head_axes: the axes that heads are sharded along; all others cut the batch.
+      node_size: the devices of a node; what the device's figures say by default.
+      device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
+        figures in JSON.
+      exchange_size: how many devices exchange tokens for heads; by default as many as are needed.
+      implementation: what computes; by default the fastest that serves.
+      has_gradient: whether the gradient is counted too.
+
+    Returns:
+      The strategies beside each other: `print` it for a table, `to_json` gives its figures, `best` the one of the least
+      bound of time.
+
+    Raises:
+      ValueError, TypeError: for a wrong pattern, sizes that do not divide, an unknown device, feature or axis.
+
+    Example:
+      >>> from ringjax import Segments
+      >>> plan([Segments(2**20)], num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=8).best.strategy
+      'all_to_all'
+    """
+    pattern = read_pattern(pattern, segment_lengths, dilation_rates, "interleaved", "lse", "all")
+    num_kv_heads, value_dim = num_kv_heads or num_heads, value_dim or head_dim
+    sizes = {axis_name: mesh} if isinstance(mesh, int) else dict(mesh)
+    counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={count!r} must be a positive integer")
+    if axis_name not in sizes:
+        raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
+    unknown = [name for name in features if name not in FEATURES]
+    if unknown:
+        raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes)
+    batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
+    if num_heads % head_parts or (num_kv_heads % head_parts and head_parts % num_kv_heads):
+        raise ValueError(
+            f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {head_parts} devices of "
+            f"{tuple(head_axes)}: use fewer"
+        )
+    if batch_size % batch_parts:
+        raise ValueError(f"batch_size={batch_size} does not divide over {batch_parts} devices: make it a multiple")
+    machine = find_machine(device)
+    if node_size is not None:
+        machine = dataclasses.replace(machine, node_size=node_size)
+    dtype = np.dtype(jax.numpy.dtype(dtype))
+    shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
+    arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
+    batch, heads = batch_size // batch_parts, num_heads // head_parts
+    sum_itemsize = max(4, dtype.itemsize)
+    call = Call(
+        pattern=pattern,
+        num_queries=num_tokens,
+        num_keys=num_tokens,
+        query_offset=0,
+        num_devices=sizes[axis_name],
+        is_causal=bool(is_causal),
+        max_block_rows=choose_block_size(batch * heads, dtype.itemsize, machine.platform == "cpu"),
+        exchange_size=exchange_size,
+        implementation=implementation,
+        request=Request(*arrays, machine.platform, needs=tuple(features)),
+        work=Work(
+            pattern,
+            num_kv_heads,
+            batch,
+            heads,
+            head_dim,
+            value_dim,
+            dtype.itemsize,
+            sum_itemsize,
+            head_parts,
+            document_itemsize=4 * ("document_ids" in features),
+        ),
+    )
+    if exchange_size is not None:
+        call.schedules("all_to_all")  # raises where it does not serve
+    return compare(call, machine, has_gradient)
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.startswith("seconds"):
+        return _time(value) if value else "-"
+    if key.startswith("bytes"):
+        return f"{value / 2**20:,.4g} MiB" if value else "-"
+    return str(value)

@@ -1,0 +1,176 @@
+"""The planner: its bytes are those of compiled programs, its order that of others' measurements."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from jax.sharding import AxisType
+from oracle import make_mesh, random_arguments
+
+import ringjax
+from benchmarks.plan_accuracy import compiled_bytes, configurations, stated_bytes
+from ringjax import DilatedPattern, MeshWarning, Segments, Window, explain, plan
+from ringjax._command import main
+from ringjax._machine import MACHINES
+
+SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
+
+
+@given(configurations())
+@settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+def test_bytes_are_those_of_compiled_programs(configuration):
+    assert stated_bytes(configuration) == compiled_bytes(configuration)
+
+
+def bounds(**arguments):
+    forecasts = plan(has_gradient=False, **arguments).forecasts
+    return {forecast.strategy: forecast.seconds for forecast in forecasts}
+
+
+def test_the_order_that_others_measured():
+    """At 2,000 tokens a device on TPUs a ring is slowest; on H200s at 64k tokens, causal, an exchange costs least."""
+    few = bounds(pattern=[Segments(16000)], num_tokens=16000, num_heads=16, mesh=8, device="v5p")
+    assert few["ring"] > few["all_gather"]
+    assert few["ring"] > 1.2 * few["all_to_all"]
+    length = 4 * 65536
+    many = bounds(pattern=[Segments(length)], num_tokens=length, num_heads=32, is_causal=True, mesh=4, device="H200")
+    assert many["all_to_all"] < many["ring"]
+    products = plan([Segments(length)], num_tokens=length, num_heads=32, is_causal=True, mesh=4, device="H200").best
+    assert products.forward.total < 1.05 * products.forward.products
+
+
+def test_a_large_mesh_takes_no_time():
+    begin = time.perf_counter()
+    arguments = {"num_heads": 32, "num_kv_heads": 8, "is_causal": True, "mesh": {"seq": 1000, "data": 2}}
+    comparison = plan([Window(4096), Segments(2**25, 8)], num_tokens=2**25, batch_size=2, **arguments)
+    assert "33,554,432 tokens on 1000 devices" in str(comparison)
+    assert time.perf_counter() - begin < 2
+
+
+def test_each_branch_its_own():
+    """A window sends its halo, and the dilated branch its rows: less than either strategy for both."""
+    pattern = [Window(4096), Segments(2**20, 8)]
+    comparison = plan(pattern, num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=16, device="v5p")
+    window, segments = comparison.best.branches
+    assert (window.exchange_size, segments.exchange_size) == (1, 16)
+    assert comparison.best.seconds < min(forecast.seconds for forecast in comparison.forecasts)
+    assert "strategy='auto'" in comparison.example
+
+
+def test_figures_in_json():
+    figures = json.loads(plan(LONGNET, num_tokens=32768, num_heads=8, is_causal=True, node_size=4).to_json())
+    assert [row["strategy"] for row in figures["strategies"]][:3] == ["ring", "all_gather", "all_to_all"]
+    assert all(row["bytes_between_nodes"] > 0 for row in figures["strategies"][:2])
+    assert [one["implementation"] for one in figures["implementations"]] == ["cudnn"] * 3
+    assert figures["share_that_sees_beyond"] > 0.5
+    refused = plan(LONGNET, num_tokens=32768, num_heads=8, features=["logits_soft_cap"]).implementations[0]
+    assert refused["implementation"] == "xla"
+    assert "no fused kernel knows logits_soft_cap" in refused["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": "Q100"}, "device='Q100' is unknown: use one of A100, H100, H200, B200, v5e, v5p, v6e, cpu"),
+        ({"num_heads": 0}, "num_heads=0 must be a positive integer"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=8"),
+        ({"mesh": {"data": 8}}, "has no axis axis_name='seq': name one of data"),
+        ({"mesh": {"seq": 4, "tensor": 3}}, "do not divide over the 3 devices of ('tensor',)"),
+        ({"mesh": {"seq": 4, "data": 2}}, "batch_size=1 does not divide over 2 devices"),
+        ({"features": ["mask"]}, "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate"),
+        ({"exchange_size": 5}, "exchange_size=5 does not serve 8 devices"),
+    ],
+)
+def test_wrong_arguments(arguments, words, unchecked):
+    with pytest.raises(ValueError, match=".") as caught:
+        plan(LONGNET, **{"num_tokens": 32768, "num_heads": 8, **arguments})
+    assert words in str(caught.value)
+
+
+def test_the_command(capsys, tmp_path):
+    arguments = "plan window:4k segments:1M:8 --causal --kv-heads 8 --device v5e --mesh seq=16 data=2 --batch-size 2"
+    assert main(arguments.split()) == 0
+    printed = capsys.readouterr().out
+    assert "1,048,576 tokens on 16 devices (v5e)" in printed
+    assert "pattern=[ringjax.Window(size=4096, rate=1), ringjax.Segments(length=1048576, rate=8)]" in printed
+    figures = tmp_path / "figures.json"
+    machine = {name: getattr(MACHINES["H100"], name) for name in MACHINES["H100"].__dataclass_fields__}
+    figures.write_text(json.dumps({**machine, "name": "mine", "link_bandwidth": 1e9}))
+    picture = tmp_path / "plan.svg"
+    assert main(["plan", "--device", str(figures), "--json", "--plot", str(picture)]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "mine"
+    assert all(name in picture.read_text() for name in ("all_gather", "tokens", "devices"))
+    figures.write_text("{}")
+    for wrong, words in (("Q100", "is unknown"), (str(figures), "is no file of figures"), ("H100", "")):
+        options = ["--exchange-size", "3"] if wrong == "H100" else []
+        assert main(["plan", "--device", wrong, *options]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_measured_figures_serve(tmp_path, monkeypatch):
+    monkeypatch.setattr("ringjax._measure._ROUNDS", 1)
+    path = tmp_path / "figures.json"
+    assert main(["plan", "--measure", str(path)]) == 0
+    comparison = plan(LONGNET, num_tokens=32768, num_heads=8, dtype="float32", device=str(path))
+    assert comparison.machine.rate(4) > 1e8
+    assert comparison.best.seconds > 0
+
+
+def test_explaining_a_call():
+    text = str(explain(SHAPE, SHAPE, SHAPE, pattern=[Segments(8), Segments(64, 2)], mesh=make_mesh(seq=8)))
+    assert "Called once: 64 tokens on the 8 devices of the mesh axis 'seq', which is from the argument mesh=" in text
+    assert "ring (this call)" in text
+    assert "not cudnn: it runs on NVIDIA GPUs" in text
+    with pytest.raises(ValueError, match="makes no call of ringjax.ring_dilated_attention"):
+        explain(jnp.sin, SHAPE)
+
+
+def test_explaining_a_module_that_was_traced_before():
+    pattern = {"pattern": [Segments(64)], "strategy": "all_to_all"}
+    attention = ringjax.RingDilatedAttention(4, 32, **pattern, rngs=nnx.Rngs(0))
+    function = nnx.jit(lambda attention, inputs: attention(attention(inputs)))
+    with jax.set_mesh(make_mesh(seq=4)):
+        function(attention, jnp.ones((1, 64, 32)))
+        explanation = explain(function, attention, jax.ShapeDtypeStruct((1, 64, 32), jnp.float32))
+    assert [count for _, count in explanation.calls] == [2]
+    assert explanation.places[0].startswith("64 tokens on the 4 devices of the mesh axis 'seq'")
+
+
+def test_the_same_call_is_served_the_same_way():
+    mesh, arguments = make_mesh(seq=8), {"pattern": LONGNET, "is_causal": True}
+    shape = jax.ShapeDtypeStruct((1, 4096, 8, 16), jnp.float32)
+    texts = {str(explain(shape, shape, shape, **arguments, mesh=mesh, strategy="auto")) for _ in range(3)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_that_is_not_used_is_said(kind):
+    arrays = list(map(jnp.asarray, random_arguments(16, (2, 1), (4, 4), (4,))))
+    call = lambda: ringjax.ring_dilated_attention(*arrays, segment_lengths=(4,), dilation_rates=(1,))
+    name = "context" if kind == AxisType.Auto else "cp"
+    with jax.set_mesh(make_mesh(kind, **{name: 4})), pytest.warns(MeshWarning, match=f"axis_name='{name}'"):
+        call()
+    with jax.set_mesh(make_mesh(kind, **{name: 4})):
+        call()  # once is enough
+    with jax.set_mesh(make_mesh(AxisType.Auto, data=4, tensor=2)):
+        call()  # may cut batches and heads
+    with jax.set_mesh(make_mesh(kind, seq=4, data=2)):
+        call()
+
+
+def test_pictures():
+    pattern = DilatedPattern([Segments(16), Segments(64, 4), Window(9)])
+    figure = pattern.plot(64, num_kv_heads=4, head=1, is_causal=True, num_devices=4)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[0] == "Segments(length=16, rate=1)\nnothing travels"
+    assert titles[1].endswith("3 hops of 4 rows")
+    assert titles[2].endswith("8 rows 1 device on")
+    drawn = np.ma.filled(figure.axes[3].get_images()[0].get_array(), 0)
+    np.testing.assert_array_equal(drawn, pattern.multiplicity(64, 4, is_causal=True)[1])
+    assert figure.axes[4].get_ylabel() == "keys seen"
