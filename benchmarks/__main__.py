@@ -17,6 +17,7 @@ CLAIMS = {
     "row_costs": "Selecting rows and merging branches costs little, and short segments keep up with a batched einsum",
     "features": "Documents cost what their pairs cost, a union less than its branches",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
+    "plan_accuracy": "The planner sends what the compiler does, and puts strategies in the order of the clock",
     "random_search": "Random calls give what the oracle gives",
     "compile_time": "A gradient is traced and compiled in seconds",
     "endurance": "Training survives kills, long runs, and rings in bfloat16",

@@ -18,11 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.environment import run_module
-from benchmarks.programs import entry_permutes, loop_permutes, permutes
+from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
 from ringjax._branch import Branch
 from ringjax._cost import Work, messages
+from ringjax._hlo import permutes
 from ringjax._plan import choose_block_size
 from ringjax._schedule import make_schedule
 

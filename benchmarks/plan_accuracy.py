@@ -3,19 +3,27 @@
 `python -m benchmarks.plan_accuracy`; timings need a quiet machine.
 """
 
+import functools
+import itertools
+import json
+import sys
 from typing import Any, NamedTuple
 
 import jax
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.programs import bytes_sent
+from benchmarks.environment import run_module
+from benchmarks.timing import save, time_in_turns
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._branch import Branch
-from ringjax._call import recording
+from ringjax._call import Call, recording
 from ringjax._forecast import forecast
+from ringjax._hlo import bytes_sent
 from ringjax._machine import MACHINES
+from ringjax._measure import measure
 from ringjax._strategy import exchange_sizes
 
 COLLECTIVES = {
@@ -53,6 +61,12 @@ class Configuration(NamedTuple):
     def pattern(self) -> DilatedPattern:
         """The pattern."""
         return DilatedPattern(self.branches, merge=self.merge, heads=self.deal)
+
+    def case(self) -> str:
+        """Returns the configuration in words."""
+        kind = ("causal " if self.is_causal else "full ") + ("gradient" if self.has_gradient else "forward")
+        branches = " ".join(map(str, self.branches))
+        return f"{self.strategy}, {kind}, T={self.length}, N={self.heads[0]}, K={self.heads[1]}, {branches}"
 
     def attend(self, *arrays: Any) -> jax.Array:
         """Computes it."""
@@ -116,12 +130,118 @@ def compiled_bytes(one: Configuration) -> dict[str, int]:
     return bytes_sent(str(text))
 
 
-def stated_bytes(one: Configuration) -> dict[str, int]:
-    """Returns the same as the planner states it."""
+def call_of(one: Configuration) -> Call:
+    """Returns the call in integers."""
     with recording() as calls:
         jax.eval_shape(lambda *arrays: one.attend(*arrays[:3]), *one.shapes())
-    (call, strategy, *_), sent = calls[0], {}
+    return calls[0][0]
+
+
+def stated_bytes(one: Configuration) -> dict[str, int]:
+    """Returns the same as the planner states it."""
+    call, strategy, sent = call_of(one), one.strategy, {}
     for message in forecast(call, strategy, call.schedules(strategy), MACHINES["cpu"], one.has_gradient).messages:
         kind = COLLECTIVES[message.collective]
         sent[kind] = sent.get(kind, 0) + message.num_bytes * message.times
     return sent
+
+
+# Calls of which some are bound by products and some by messages.
+LONG, SHORT = 8192, 1024
+_ONE = Configuration(8, LONG, (8, 8), (64, 64), 1, (Segments(LONG),), "lse", "all", "", None, False, False)
+_FEW = _ONE._replace(length=SHORT, branches=(Segments(SHORT),))
+TIMED = [
+    _ONE,
+    _ONE._replace(heads=(8, 2), is_causal=True),
+    _ONE._replace(branches=(Window(512),), is_causal=True),
+    _ONE._replace(heads=(8, 4), branches=(Segments(1024), Segments(LONG, 4)), is_causal=True),
+    _ONE._replace(widths=(32, 32), branches=(Segments(2048),)),
+    _ONE._replace(length=2 * LONG, widths=(16, 16), branches=(Segments(LONG, 8),)),
+    _ONE._replace(is_causal=True, has_gradient=True),
+    _FEW,
+    _FEW._replace(heads=(16, 16), batch=4, is_causal=True),
+    _FEW._replace(heads=(8, 1), widths=(128, 128), is_causal=True),
+    _FEW._replace(branches=(Window(64), Segments(SHORT, 4)), is_causal=True, has_gradient=True),
+]
+STRATEGIES = "ring", "all_gather", "all_to_all"
+
+
+def timed() -> list[dict[str, Any]]:
+    """Returns the measured and the predicted time of each configuration with each strategy, on simulated devices."""
+    machine = measure()
+    calls, predicted = {}, {}
+    for number, (one, strategy) in enumerate(itertools.product(TIMED, STRATEGIES)):
+        named = one._replace(strategy=strategy)
+        keys = jax.random.split(jax.random.key(number), 4)
+        arrays = [
+            jax.device_put(jax.random.normal(key, shape.shape, shape.dtype), shape.sharding)
+            for key, shape in zip(keys, named.shapes(), strict=True)
+        ]
+        calls[named] = functools.partial(jax.jit(named.program()), *arrays)
+        call = call_of(named)
+        predicted[named] = forecast(call, strategy, call.schedules(strategy), machine, one.has_gradient).seconds
+    seconds = time_in_turns(calls, rounds=3)
+    best = lambda one: min(seconds[one])
+    return [{"case": one.case(), "measured": best(one), "predicted": predicted[one]} for one in calls]
+
+
+def order(rows: list[dict[str, Any]], ratio: float = 1.5, of_one_configuration: bool = False) -> tuple[int, int]:
+    """Returns how many pairs of rows differ in time by more than a ratio, and how many of them in the wrong order."""
+    same = lambda slow, fast: slow["case"].partition(", ")[2] == fast["case"].partition(", ")[2]
+    clear = [
+        (slow, fast)
+        for slow, fast in itertools.permutations(rows, 2)
+        if slow["measured"] > ratio * fast["measured"] and (same(slow, fast) or not of_one_configuration)
+    ]
+    return len(clear), sum(slow["predicted"] <= fast["predicted"] for slow, fast in clear)
+
+
+def compared() -> list[dict[str, Any]]:
+    """Returns the stated and the compiled bytes of random configurations, which a seed draws."""
+    rows = []
+
+    @seed(0)
+    @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]
+    @given(configurations())
+    def collect(one: Configuration) -> None:
+        stated, compiled = stated_bytes(one), compiled_bytes(one)
+        totals = {"stated": sum(stated.values()), "compiled": sum(compiled.values())}
+        rows.append({"case": one.case(), **totals, "agree": stated == compiled})
+
+    collect()
+    return rows
+
+
+def main() -> None:
+    """Measures, and writes the table."""
+    times = run_module("benchmarks.plan_accuracy", "timed")
+    sent = run_module("benchmarks.plan_accuracy", "compared")
+    clear, wrong = order(times)
+    one_configuration = order(times, of_one_configuration=True)
+    shares = {
+        "random programs that send what is stated": (len(sent), sum(not row["agree"] for row in sent)),
+        "pairs of programs in the predicted order of time": (clear, wrong),
+        "pairs of strategies of one configuration in the predicted order": one_configuration,
+    }
+    rows: list[dict[str, Any]] = [
+        {"claim": f"share of {claim}", "case": f"{count} in all", "value": 1 - wrong / count}
+        for claim, (count, wrong) in shares.items()
+    ]
+    rows += [{"claim": "stated over compiled bytes", **case} for case in map(_disagreement, sent) if case]
+    rows += [
+        {"claim": "predicted over measured time", "case": row["case"], "value": row["predicted"] / row["measured"]}
+        for row in times
+    ]
+    save("plan_accuracy", rows)
+
+
+def _disagreement(row: dict[str, Any]) -> dict[str, Any] | None:
+    return None if row["agree"] else {"case": row["case"], "value": row["stated"] / row["compiled"]}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        jax.config.update("jax_num_cpu_devices", 8)
+        print(json.dumps({"timed": timed, "compared": compared}[sys.argv[1]]()))
+    else:
+        main()

@@ -76,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
     add("--forward", action="store_true", help="count the forward alone, not the gradient")
     add("--json", action="store_true", help="print all figures in JSON")
     add("--plot", metavar="FILE", help="draw bytes and time over the number of devices and of tokens")
+    add("--compile", action="store_true", help="compile each strategy, and print that beside what is stated")
+    add("--target-config", metavar="FILE", help="description of a GPU that is not there, in XLA's text format")
     add("--measure", metavar="FILE", help="measure the devices of this machine, write FILE for --device, and stop")
     return top
 
@@ -105,6 +107,10 @@ def print_plan(options: argparse.Namespace) -> None:
     """Prints the comparison, or draws it."""
     comparison = _compare(options)
     print(comparison.to_json() if options.json else comparison)
+    if options.compile:
+        from ringjax._compiled import print_compiled  # noqa: PLC0415  # needs devices, or plugins that describe them
+
+        print_compiled(comparison, options.target_config)
     if options.plot:
         from ringjax._pictures import plot_plans  # noqa: PLC0415  # matplotlib is an extra
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ringjax._call import Call
-from ringjax._cost import Direction, Message, Work, messages, num_pairs
+from ringjax._cost import Direction, Message, Work, messages, num_pairs, queries_travel
 from ringjax._machine import Machine
 from ringjax._schedule import BranchSchedule
 from ringjax._strategy import STRATEGIES, Schedules
@@ -43,7 +43,8 @@ class Forecast:
       schedules: the schedule of each branch.
       branches: the same in the tiles of what computes them.
       messages: what each device sends.
-      operations: the operations of the busiest device, forward and with the gradient.
+      operations: the operations of the busiest device, forward and of the gradient.
+      memory: the bytes that it holds at the peak, by count; compilers differ.
       forward, backward: the bounds of time.
     """
 
@@ -52,6 +53,7 @@ class Forecast:
     branches: Schedules
     messages: tuple[Message, ...]
     operations: tuple[int, int]
+    memory: int
     forward: Seconds
     backward: Seconds
 
@@ -88,6 +90,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         branches,
         tuple(found),
         (forward, backward),
+        _memory(call.work, branches, has_gradient),
         seconds["forward"],
         seconds.get("backward", ZERO),
     )
@@ -162,7 +165,9 @@ def _links(found: Iterable[Message], machine: Machine, num_devices: int, is_hidd
 def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, direction: Direction) -> int:
     """The bytes that memory reads and writes: operands and sums in each meeting, and rows that are taken and put."""
     row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
-    queries, keys = branch.queries.num_slots, branch.keys.num_slots
+    # What is gathered is written before it is read.
+    gathered = 2 * branch.gather_size if branch.strategy == "all_gather" else 1
+    queries, keys = branch.queries.num_slots, branch.keys.num_slots * gathered
     tokens = branch.queries.shard_length * work.batch * work.num_heads // branch.exchange_size * work.sum_itemsize
     if direction == "forward":
         sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize
@@ -171,3 +176,32 @@ def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, directio
     sums = 2 * (queries * row.query_grad + keys * row.keys_grad)
     moved = num_meetings * (queries * row.queries + keys * row.keys + sums)
     return moved + 2 * tokens * work.width
+
+
+def _memory(work: Work, branches: Schedules, has_gradient: bool) -> int:
+    """The bytes that are there at once: arguments, results, sums, and the rows of the largest branch that arrive.
+
+    What compilers copy, and lay out with padding, comes on top; what they compute piece by piece goes off.
+    """
+    tokens = max(branch.of_devices().queries.shard_length for branch in branches) * work.batch
+    keys = max(branch.of_devices().keys.shard_length for branch in branches) * work.batch * work.local_heads(1)
+    query, out = tokens * work.num_heads * work.width, tokens * work.num_heads * work.value_width
+    of_keys = keys * (work.width + work.value_width)
+    held = (query + of_keys + out) * work.itemsize + out * work.sum_itemsize
+    if has_gradient:
+        held += (out + query + of_keys) * work.itemsize + (query + of_keys) * work.sum_itemsize
+    return held + max(_arriving(work, branch, has_gradient) for branch in branches)
+
+
+def _arriving(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
+    row = work.row_bytes(branch)
+    if branch.strategy == "all_gather":
+        size = branch.gather_size * branch.keys.num_slots
+        return size * (row.keys + has_gradient * row.keys_grad)
+    of_exchange = branch.exchange_size > 1
+    slots = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
+    if branch.is_local:
+        return of_exchange * slots
+    if has_gradient and queries_travel(branch, row):
+        return of_exchange * slots + branch.queries.num_slots * (row.queries + row.query_grad)
+    return of_exchange * slots + branch.keys.num_slots * (row.keys + has_gradient * row.keys_grad)

@@ -62,6 +62,7 @@ class Comparison:
                 for message in one.messages
                 if not self.machine.is_inside(message, self.call.num_devices)
             ),
+            "bytes_held": one.memory,
             "operations": sum(one.operations),
             "seconds_products": both.products,
             "seconds_memory": both.memory,
@@ -152,6 +153,7 @@ class Comparison:
             "sent forward": "bytes_forward",
             "backward": "bytes_backward",
             "between nodes": "bytes_between_nodes",
+            "holds": "bytes_held",
             "products": "seconds_products",
             "memory": "seconds_memory",
             "links hidden": "seconds_links_hidden",

@@ -28,9 +28,10 @@ from benchmarks.ahead_of_time import (
     peak,
     sent,
 )
-from benchmarks.programs import array_sizes, bytes_sent, entry_permutes, gathers, has_dimension, loop_permutes
+from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
 from ringjax._cost import Work, messages
+from ringjax._hlo import bytes_sent
 from ringjax._schedule import make_schedule
 from ringjax._strategy import lay_ways
 

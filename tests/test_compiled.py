@@ -11,10 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
-from benchmarks.programs import has_dimension, permutes
+from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cost import RowBytes, Work, messages, queries_travel
+from ringjax._hlo import permutes
 from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
 from ringjax._mesh import Placement
 from ringjax._plan import Plan

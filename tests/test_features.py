@@ -21,9 +21,10 @@ from oracle import (
     with_gradients,
 )
 
-from benchmarks.programs import has_dimension, permutes
+from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, dilated_attention_reference, ring_dilated_attention
 from ringjax._block import Weighting
+from ringjax._hlo import permutes
 from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
 from ringjax._mesh import Placement
 from ringjax._plan import Plan

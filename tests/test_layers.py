@@ -66,8 +66,10 @@ ALLOWED = {
         "_protocol",
     },
     "_pictures": {"_pattern", "_schedule"},
+    "_hlo": set(),
+    "_compiled": {"_attention", "_device_order", "_forecast", "_hlo", "_planner"},
     "_measure": {"_machine"},
-    "_command": {"_branch", "_machine", "_measure", "_pattern", "_pictures", "_planner"},
+    "_command": {"_branch", "_compiled", "_machine", "_measure", "_pattern", "_pictures", "_planner"},
     "__main__": {"_command"},
     "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh", "_planner"},
     "_attention": {
@@ -126,7 +128,7 @@ ALLOWED = {
 }
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy", "_machine", "_pictures", "_command"}
-WITH_AXES = {"_device_order", "_exchange", "_measure", "_mesh", "_plan", "_heads", "_cache"}
+WITH_AXES = {"_compiled", "_device_order", "_exchange", "_measure", "_mesh", "_plan", "_heads", "_cache"}
 
 
 def imports(path: Path) -> set[str]:
