@@ -154,10 +154,11 @@ def ring_dilated_attention(
       strategy: ``"ring"`` to send keys and values around, in O(T / p) memory; ``"all_gather"`` to bring those of a
         segment to each of its devices at once, in O(segment length / dilation rate) memory; ``"all_to_all"`` to give
         each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring
-        between groups of devices where heads do not suffice for all (USP, arXiv 2405.07719). The results are the same.
-      exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"``, where u divides the query
-        heads of a device, and its key/value heads or they u. By default the fewest after which nothing travels, else
-        the most there are.
+        between groups of devices where heads do not suffice for all (USP, arXiv 2405.07719); ``"auto"`` for what is
+        predicted to take the least time, in each branch or in all, see :func:`plan`. The results are the same.
+      exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u
+        divides the query heads of a device, and its key/value heads or they u. By default the fewest after which
+        nothing travels, else the most there are.
       implementation: ``"xla"``, which computes everything everywhere, or ``"cudnn"``, a fused kernel for NVIDIA GPUs;
         by default the fastest that can compute a branch on the devices that there are. The kernel takes bfloat16 and
         float16, and branches whose dilation rate divides their segment and whose segments divide, or are divided by,

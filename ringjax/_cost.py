@@ -86,7 +86,7 @@ class Work:
         """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
         local, numbers = self.local_heads(branch.exchange_size), self._numbers(branch)
         parts = self.head_parts * branch.exchange_size
-        begins = (part * self.num_kv_heads // parts for part in range(min(parts, self.num_kv_heads)))
+        begins = {part * self.num_kv_heads // parts for part in range(parts)}
         most = max(min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins)
         return self.num_heads // branch.exchange_size // local * most, most
 
@@ -249,6 +249,7 @@ def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool,
 _MOST_QUERIES = 2**16
 
 
+@functools.lru_cache(maxsize=1024)
 def num_pairs(work: Work, branch: BranchSchedule) -> int:
     """Returns how many pairs of a query head's queries and keys the busiest device computes in a branch, on average.
 

@@ -49,7 +49,8 @@ class Comparison:
 
     def _row(self, one: Forecast) -> dict[str, Any]:
         both = one.forward + one.backward
-        hops = sum(leg.rotations + (leg.halo > 0) for branch in one.branches for leg in branch.key_legs)
+        legs = [leg for branch in one.branches if branch.strategy == "ring" for leg in branch.key_legs]
+        hops = sum(leg.rotations + (leg.halo > 0) for leg in legs)
         return {
             "strategy": one.strategy if one.strategy != "auto" else "each branch its own",
             "exchange_size": max(branch.exchange_size for branch in one.branches),
@@ -243,25 +244,10 @@ def plan(
     sizes = {axis_name: mesh} if isinstance(mesh, int) else dict(mesh)
     counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name}={count!r} must be a positive integer")
-    if axis_name not in sizes:
-        raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
-    unknown = [name for name in features if name not in FEATURES]
-    if unknown:
-        raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    _check(counts, sizes, axis_name, features)
     head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes)
     batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
-    if num_heads % head_parts or (num_kv_heads % head_parts and head_parts % num_kv_heads):
-        raise ValueError(
-            f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {head_parts} devices of "
-            f"{tuple(head_axes)}: use fewer"
-        )
-    if batch_size % batch_parts:
-        raise ValueError(f"batch_size={batch_size} does not divide over {batch_parts} devices: make it a multiple")
+    _check_parts(counts, head_parts, batch_parts, tuple(head_axes))
     machine = find_machine(device)
     if node_size is not None:
         machine = dataclasses.replace(machine, node_size=node_size)
@@ -269,7 +255,18 @@ def plan(
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
     arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
     batch, heads = batch_size // batch_parts, num_heads // head_parts
-    sum_itemsize = max(4, dtype.itemsize)
+    work = Work(
+        pattern,
+        num_kv_heads,
+        batch,
+        heads,
+        head_dim,
+        value_dim,
+        dtype.itemsize,
+        max(4, dtype.itemsize),
+        head_parts,
+        document_itemsize=4 * ("document_ids" in features),
+    )
     call = Call(
         pattern=pattern,
         num_queries=num_tokens,
@@ -281,22 +278,33 @@ def plan(
         exchange_size=exchange_size,
         implementation=implementation,
         request=Request(*arrays, machine.platform, needs=tuple(features)),
-        work=Work(
-            pattern,
-            num_kv_heads,
-            batch,
-            heads,
-            head_dim,
-            value_dim,
-            dtype.itemsize,
-            sum_itemsize,
-            head_parts,
-            document_itemsize=4 * ("document_ids" in features),
-        ),
+        work=work,
     )
-    if exchange_size is not None:
-        call.schedules("all_to_all")  # raises where it does not serve
     return compare(call, machine, has_gradient)
+
+
+def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: str, features: Sequence[str]) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={count!r} must be a positive integer")
+    if axis_name not in sizes:
+        raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
+    unknown = [name for name in features if name not in FEATURES]
+    if unknown:
+        raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
+
+
+def _check_parts(counts: dict[str, Any], head_parts: int, batch_parts: int, head_axes: tuple[str, ...]) -> None:
+    num_heads, num_kv_heads, batch_size = counts["num_heads"], counts["num_kv_heads"], counts["batch_size"]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if num_heads % head_parts or (num_kv_heads % head_parts and head_parts % num_kv_heads):
+        raise ValueError(
+            f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {head_parts} devices of "
+            f"{head_axes}: use fewer"
+        )
+    if batch_size % batch_parts:
+        raise ValueError(f"batch_size={batch_size} does not divide over {batch_parts} devices: make it a multiple")
 
 
 def _time(seconds: float) -> str:

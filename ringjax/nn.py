@@ -49,7 +49,7 @@ class RingDilatedAttention(nnx.Module):
       broadcast_dropout: whether all batches and heads drop the same weights.
       deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
-      strategy: ``"ring"``, ``"all_gather"`` or ``"all_to_all"``, see :func:`ring_dilated_attention`.
+      strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
       exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
       implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.

@@ -84,6 +84,7 @@ FEATURES = {
         "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
     },
     "exchanged groups of heads": {"strategy": "all_to_all", "num_heads": (8, 4), "heads": "grouped"},
+    "each branch its own": {"strategy": "auto", "pattern": [Window(5), Segments(32, 4)], "documents": "sorted"},
     "exchanged, more queries": {"length": 37, "key_length": 13, "query_offset": 3, "strategy": "all_to_all"},
     "all": {
         "length": 23,
