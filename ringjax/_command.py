@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--exchange-size", type=count_of, help="devices that exchange tokens for heads")
     add("--forward", action="store_true", help="count the forward alone, not the gradient")
     add("--json", action="store_true", help="print all figures in JSON")
-    add("--plot", metavar="FILE", help="draw bytes and time over the number of devices and of tokens")
+    add("--plot", metavar="FILE", help="draw bytes, memory and time over the number of devices and of tokens")
     add("--compile", action="store_true", help="compile each strategy, and print that beside what is stated")
     add("--target-config", metavar="FILE", help="description of a GPU that is not there, in XLA's text format")
     add("--measure", metavar="FILE", help="measure the devices of this machine, write FILE for --device, and stop")

@@ -43,6 +43,7 @@ class Forecast:
       schedules: the schedule of each branch.
       branches: the same in the tiles of what computes them.
       messages: what each device sends.
+      pairs: the pairs of queries and keys that the busiest device computes, over its batch and heads.
       operations: the operations of the busiest device, forward and of the gradient.
       memory: the bytes that it holds at the peak, by count; compilers differ.
       forward, backward: the bounds of time.
@@ -52,6 +53,7 @@ class Forecast:
     schedules: Schedules
     branches: Schedules
     messages: tuple[Message, ...]
+    pairs: int
     operations: tuple[int, int]
     memory: int
     forward: Seconds
@@ -89,6 +91,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         schedules,
         branches,
         tuple(found),
+        sum(_pairs(call.work, branch) for branch in branches),
         (forward, backward),
         _memory(call.work, branches, has_gradient),
         seconds["forward"],
@@ -122,9 +125,12 @@ def all_forecasts(call: Call, machine: Machine, has_gradient: bool = True) -> li
 
 def _operations(work: Work, branch: BranchSchedule, direction: Direction) -> int:
     """Two products of each pair forward, five in the gradient, of which it computes one again."""
-    heads, _ = work.heads_of(branch)
     of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
-    return 2 * of_pair * work.batch * heads * num_pairs(work, branch)
+    return 2 * of_pair * _pairs(work, branch)
+
+
+def _pairs(work: Work, branch: BranchSchedule) -> int:
+    return work.batch * work.heads_of(branch)[0] * num_pairs(work, branch)
 
 
 def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: Direction) -> Seconds:

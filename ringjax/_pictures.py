@@ -121,7 +121,7 @@ def _ways(schedule: BranchSchedule) -> str:
 
 
 def plot_plans(compare: Callable[..., Any], path: str) -> None:
-    """Draws what each strategy sends and takes over the number of devices and of tokens.
+    """Draws what each strategy sends, holds and takes over the number of devices and of tokens.
 
     Args:
       compare: returns the comparison of other sizes, given `num_devices` or `num_tokens`.
@@ -133,19 +133,24 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
         "num_devices": ("devices", [2**power for power in range(1, 11)]),
         "num_tokens": ("tokens", [call.num_queries * 2**power // 16 for power in range(9)]),
     }
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    measures: dict[str, Callable[[Any], float]] = {
+        "MiB sent by a device": lambda one: (one.num_bytes("forward") + one.num_bytes("backward")) / 2**20,
+        "MiB held by a device": lambda one: one.memory / 2**20,
+        "bound of time in ms": lambda one: one.seconds * 1e3,
+    }
+    figure, axes = plt.subplots(len(measures), 2, figsize=(11, 10), layout="constrained", sharex="col")
     for column, (name, (label, sizes)) in enumerate(sweeps.items()):
         found = {size: compare(**{name: size}).forecasts for size in sizes if size >= call.num_devices or column == 0}
         for index, one in enumerate(next(iter(found.values()))):
-            values = {size: forecasts[index] for size, forecasts in found.items()}
-            sent = [value.num_bytes("forward") + value.num_bytes("backward") for value in values.values()]
             style = {"marker": "osd"[index % 3], "linestyle": ("-", "--", ":")[index % 3], "label": one.strategy}
-            axes[0, column].plot(list(values), [number / 2**20 for number in sent], **style)
-            axes[1, column].plot(list(values), [value.seconds * 1e3 for value in values.values()], **style)
-        for row, unit in enumerate(("MiB sent by a device", "bound of time in ms")):
-            axes[row, column].set(xscale="log", yscale="log", xlabel=label, ylabel=unit)
+            for row, measure in enumerate(measures.values()):
+                values = [measure(forecasts[index]) for forecasts in found.values()]
+                axes[row, column].plot(list(found), values, **style)
+        for row, unit in enumerate(measures):
+            axes[row, column].set(yscale="log", ylabel=unit)
             axes[row, column].set_xscale("log", base=2)
             axes[row, column].grid(alpha=0.3)
+        axes[-1, column].set_xlabel(label)
     axes[0, 0].legend()
     figure.suptitle(f"{call.num_queries:,} tokens, {call.num_devices} devices, and more or fewer of either")
     figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)

@@ -64,6 +64,7 @@ class Comparison:
                 if not self.machine.is_inside(message, self.call.num_devices)
             ),
             "bytes_held": one.memory,
+            "pairs": one.pairs,
             "operations": sum(one.operations),
             "seconds_products": both.products,
             "seconds_memory": both.memory,

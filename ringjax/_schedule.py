@@ -9,6 +9,8 @@ import functools
 import math
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from ringjax._branch import MAX_POSITIONS, Branch, remainder
 from ringjax._pattern import DilatedPattern
 from ringjax._side import Side
@@ -144,11 +146,14 @@ class BranchSchedule:
 
     def permutation(self, hops: int) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that move every shard's rows by `hops` shards along its ring."""
-        return tuple((self.source(shard, *_way(hops)), shard) for shard in range(self.num_shards))
+        shards = np.arange(self.num_shards)
+        return tuple(zip(self.source(shards, *_way(hops)).tolist(), shards.tolist(), strict=True))
 
     def hop(self, hops: int) -> tuple[tuple[int, int], ...]:
         """Returns those pairs of `permutation` that do not lead round the end of a ring."""
-        return tuple(pair for pair in self.permutation(hops) if self.is_new(pair[1], *_way(hops)))
+        shards = np.arange(self.num_shards)
+        is_new = np.broadcast_to(self.is_new(shards, *_way(hops)), shards.shape)
+        return tuple(pair for pair, is_one in zip(self.permutation(hops), is_new, strict=True) if is_one)
 
     @property
     def gather_size(self) -> int:
