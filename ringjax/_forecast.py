@@ -201,7 +201,7 @@ def _memory(work: Work, branches: Schedules, has_gradient: bool) -> int:
 
 def _arriving(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
     row = work.row_bytes(branch)
-    if branch.strategy == "all_gather":
+    if branch.strategy == "all_gather" and not branch.is_local:
         size = branch.gather_size * branch.keys.num_slots
         return size * (row.keys + has_gradient * row.keys_grad)
     of_exchange = branch.exchange_size > 1

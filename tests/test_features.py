@@ -74,8 +74,7 @@ FEATURES = {
         "dropout_seed": 3,
         "length": 29,
     },
-    "exchanged rows": {"strategy": "all_to_all", "merge": "union", "documents": "sorted", "num_heads": (8, 2)},
-    "exchanged rows by groups": {"strategy": "all_to_all", "exchange_size": 2, "dropout_rate": 0.4, "dropout_seed": 3},
+    "exchanged rows": {"strategy": "all_to_all", "exchange_size": 2, "merge": "union", "documents": "sorted"},
     "exchanged windows": {
         "pattern": [Window(11), Segments(12, 2)],
         "is_causal": False,
@@ -85,7 +84,6 @@ FEATURES = {
     },
     "exchanged groups of heads": {"strategy": "all_to_all", "num_heads": (8, 4), "heads": "grouped"},
     "each branch its own": {"strategy": "auto", "pattern": [Window(5), Segments(32, 4)], "documents": "sorted"},
-    "exchanged, more queries": {"length": 37, "key_length": 13, "query_offset": 3, "strategy": "all_to_all"},
     "all": {
         "length": 23,
         "key_length": 29,
