@@ -18,32 +18,40 @@ def count_of(text: str) -> int:
     """Returns the number in a text such as 4096, 32k or 1M, where k and M are powers of 1024.
 
     Raises:
-      ValueError: if it is none.
+      ArgumentTypeError: if it is none.
     """
     unit = _UNITS.get(text[-1:].lower(), 1)
-    return int(text[:-1] if unit > 1 else text) * unit
+    try:
+        return int(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: write one such as 4096, 32k or 1M") from None
 
 
 def branch_of(text: str) -> Branch:
     """Returns the branch in a text such as segments:2048, segments:32k:16, window:4096 or window:512:2.
 
     Raises:
-      ValueError: if it is none.
+      ArgumentTypeError: if it is none.
     """
     kind, *numbers = text.split(":")
     kinds: dict[str, type[Any]] = {"segments": Segments, "window": Window}
     if kind not in kinds or not 1 <= len(numbers) <= 2:
-        raise ValueError(text)
-    return kinds[kind](*map(count_of, numbers))
+        raise argparse.ArgumentTypeError(f"{text!r} is no branch: write segments:LENGTH[:RATE] or window:SIZE[:RATE]")
+    try:
+        return kinds[kind](*map(count_of, numbers))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def axis_of(text: str) -> tuple[str, int]:
     """Returns the name and the size in a text such as seq=8.
 
     Raises:
-      ValueError: if there are none.
+      ArgumentTypeError: if there are none.
     """
     name, _, size = text.partition("=")
+    if not name or not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no axis: write AXIS=SIZE, such as seq=8")
     return name, count_of(size)
 
 

@@ -83,10 +83,10 @@ def _devices(platform: str, name: str, count: int, node_size: int, target: str |
     found = jax.devices()
     if found[0].platform in (platform, {"cuda": "gpu"}.get(platform)) and len(found) >= count:
         return found[:count]
+    size = min(node_size, count)
     if platform == "tpu" and count in _BOXES:
         return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{_BOXES[count]}").devices
-    if platform == "cuda" and target is not None:
-        size = min(node_size, count)
+    if platform == "cuda" and target is not None and count % size == 0:
         topology = topologies.get_topology_desc(
             platform="cuda",
             topology_name=name.lower(),

@@ -136,13 +136,14 @@ class Work:
 def messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
     """Returns what each device sends in all branches."""
     is_alone = len(branches) == 1
-    found = list(_exchanges(work, branches, has_gradient))
-    for branch in branches:
-        if branch.strategy == "all_gather":
-            found += _of_gather(work, branch, has_gradient, is_alone)
-        else:
-            found += _of_ring(work, branch, has_gradient, is_alone)
-    return [message for message in found if message.num_bytes]
+    of_branches = [branch_messages(work, branch, has_gradient, is_alone) for branch in branches]
+    return sum(of_branches, exchange_messages(work, branches, has_gradient))
+
+
+def branch_messages(work: Work, branch: BranchSchedule, has_gradient: bool, is_alone: bool) -> list[Message]:
+    """Returns what each device sends in one branch, beside what is exchanged."""
+    of_strategy = _of_gather if branch.strategy == "all_gather" else _of_ring
+    return [message for message in of_strategy(work, branch, has_gradient, is_alone) if message.num_bytes]
 
 
 def _of_ring(work: Work, branch: BranchSchedule, has_gradient: bool, is_alone: bool) -> Iterator[Message]:
@@ -210,16 +211,18 @@ def _swap(branch: BranchSchedule, direction: Direction, row: int) -> Message:
     return Message(direction, "permute", row * (branch.queries.num_slots // 2), distance)
 
 
-def _exchanges(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> Iterator[Message]:
-    """Tokens for heads and back: of all tokens once, or of each branch its rows."""
+def exchange_messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+    """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
     parts: dict[tuple[int, int | None], list[BranchSchedule]] = {}
     for branch in branches:
         if branch.exchange_size > 1:
             parts.setdefault((branch.exchange_size, branch.number if branch.exchanges_rows else None), []).append(
                 branch
             )
+    found: list[Message] = []
     for some in parts.values():
-        yield from _of_exchange(work, some, has_gradient, is_alone=len(some) == len(branches))
+        found += _of_exchange(work, some, has_gradient, is_alone=len(some) == len(branches))
+    return [message for message in found if message.num_bytes]
 
 
 def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool, is_alone: bool) -> Iterator[Message]:

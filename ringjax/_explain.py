@@ -13,7 +13,8 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._call import Call, recording
 from ringjax._forecast import forecast, schedules_of
 from ringjax._machine import Machine, find_machine, machine_of
-from ringjax._mesh import Placement
+from ringjax._mesh import Placement, warn_of_idle
+from ringjax._pattern import warn_of_reach
 from ringjax._planner import Comparison, compare
 
 _NUMBERS = itertools.count()
@@ -83,7 +84,9 @@ def explain(
     own = set_xla_metadata(explanation=str(next(_NUMBERS)))
     with recording() as calls, warnings.catch_warnings(record=True) as caught, own:
         warnings.simplefilter("always")
+        _forget_warnings()
         jax.eval_shape(call, *arrays)
+        _forget_warnings()
     if not calls:
         raise ValueError(f"function={function!r} makes no call of ringjax.ring_dilated_attention: nothing to explain")
     found: dict[Any, list[Any]] = {}
@@ -96,6 +99,12 @@ def explain(
     counted = zip(compared, map(len, found.values()), strict=True)
     texts = dict.fromkeys(str(warning.message) for warning in caught)
     return Explanation(tuple(counted), tuple(places), tuple(texts))
+
+
+def _forget_warnings() -> None:
+    """Lets warnings that are given once be given again: here, and to who calls after this."""
+    warn_of_reach.cache_clear()
+    warn_of_idle.cache_clear()
 
 
 def _key(call: Call) -> tuple[Any, ...]:

@@ -10,7 +10,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ringjax._call import Call
-from ringjax._cost import Direction, Message, Work, messages, num_pairs, queries_travel
+from ringjax._cost import (
+    Direction,
+    Message,
+    Work,
+    branch_messages,
+    exchange_messages,
+    messages,
+    num_pairs,
+    queries_travel,
+)
 from ringjax._machine import Machine
 from ringjax._schedule import BranchSchedule
 from ringjax._strategy import STRATEGIES, Schedules
@@ -81,7 +90,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     seconds = {
         direction: sum((_of_branch(call, branch, machine, direction) for branch in branches), ZERO)
-        + _of_exchange(call, found, machine, direction)
+        + _of_exchange(call, branches, machine, direction)
         for direction in directions
     }
     forward = sum(_operations(call.work, branch, "forward") for branch in branches)
@@ -135,12 +144,8 @@ def _pairs(work: Work, branch: BranchSchedule) -> int:
 
 def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: Direction) -> Seconds:
     work = call.work
-    own = [
-        message
-        for message in messages(work, (branch,), direction == "backward")
-        if message.direction == direction and not _is_exchange(message, branch)
-    ]
-    link = functools.partial(_links, own, machine, call.num_devices)
+    own = branch_messages(work, branch, direction == "backward", is_alone=len(call.pattern.branches) == 1)
+    link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
     num_meetings = 1 + max((leg.rotations + (leg.halo > 0) for leg in branch.key_legs), default=0)
     num_meetings = 1 if branch.strategy == "all_gather" else num_meetings
@@ -152,20 +157,18 @@ def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: 
     return Seconds(products, memory, exposed, hidden, total)
 
 
-def _of_exchange(call: Call, found: Iterable[Message], machine: Machine, direction: Direction) -> Seconds:
+def _of_exchange(call: Call, branches: Schedules, machine: Machine, direction: Direction) -> Seconds:
     """The time of what is exchanged for all branches, with nothing beside it."""
-    own = [message for message in found if message.direction == direction and message.collective == "all_to_all"]
-    exposed = _links(own, machine, call.num_devices, is_hidden=False)
+    own = exchange_messages(call.work, branches, direction == "backward")
+    exposed = _links(own, machine, call.num_devices, direction, is_hidden=False)
     return Seconds(0.0, 0.0, exposed, 0.0, exposed)
 
 
-def _is_exchange(message: Message, branch: BranchSchedule) -> bool:
-    return message.collective == "all_to_all" or (message.collective == "all_gather" and branch.strategy == "ring")
-
-
-def _links(found: Iterable[Message], machine: Machine, num_devices: int, is_hidden: bool) -> float:
-    own = (machine.seconds(message, num_devices) for message in found if message.is_hidden == is_hidden)
-    return sum(own, 0.0)
+def _links(
+    found: Iterable[Message], machine: Machine, num_devices: int, direction: Direction, is_hidden: bool
+) -> float:
+    own = (message for message in found if (message.direction, message.is_hidden) == (direction, is_hidden))
+    return sum((machine.seconds(message, num_devices) for message in own), 0.0)
 
 
 def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, direction: Direction) -> int:

@@ -65,7 +65,7 @@ def _on_all(mesh: Mesh, function: Callable[..., Any], shape: tuple[int, ...], dt
 
 
 def _product_rate(mesh: Mesh, itemsize: int, steps: int = 64) -> float:
-    dtype = {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float32}[itemsize]
+    dtype = {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
 
     def tiles(rows: jax.Array) -> jax.Array:
         def body(_: Any, rows: jax.Array) -> jax.Array:
@@ -75,7 +75,8 @@ def _product_rate(mesh: Mesh, itemsize: int, steps: int = 64) -> float:
         return jax.lax.fori_loop(0, steps, body, rows)
 
     heads = 8
-    seconds = _on_all(mesh, tiles, (heads, _ROWS, _WIDTH), dtype)
+    with jax.enable_x64(itemsize == 8):
+        seconds = _on_all(mesh, tiles, (heads, _ROWS, _WIDTH), dtype)
     return 4.0 * heads * _ROWS**2 * _WIDTH * steps / seconds
 
 

@@ -223,11 +223,12 @@ def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
     # Auto axes may cut batches and heads, unseen: as many as there are of both.
     is_too_many = math.prod(known) < math.prod(mesh.shape[name] for name in idle)
     if idle and (is_like_sequence or is_too_many):
-        _warn_of_idle(idle, source, axis_name)
+        warn_of_idle(idle, source, axis_name)
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_of_idle(idle: tuple[str, ...], source: str, axis_name: str) -> None:
+def warn_of_idle(idle: tuple[str, ...], source: str, axis_name: str) -> None:
+    """Warns of axes that nothing is cut over."""
     warnings.warn(
         f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
         f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={idle[-1]!r}",

@@ -252,7 +252,7 @@ def plan(
     machine = find_machine(device)
     if node_size is not None:
         machine = dataclasses.replace(machine, node_size=node_size)
-    dtype = np.dtype(jax.numpy.dtype(dtype))
+    dtype = _read_dtype(dtype)
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
     arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
     batch, heads = batch_size // batch_parts, num_heads // head_parts
@@ -282,6 +282,16 @@ def plan(
         work=work,
     )
     return compare(call, machine, has_gradient)
+
+
+def _read_dtype(dtype: Any) -> np.dtype:
+    try:
+        read = np.dtype(jax.numpy.dtype(dtype))
+    except TypeError:
+        read = np.dtype(bool)
+    if not jax.numpy.issubdtype(read, jax.numpy.floating):
+        raise ValueError(f"dtype={dtype!r} is no floating dtype: use bfloat16, float16, float32 or float64")
+    return read
 
 
 def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: str, features: Sequence[str]) -> None:

@@ -60,6 +60,10 @@ def test_code_of_the_readme(index):
     assert index > 0 or ("(1, 3360, 64)" in result.stdout and "'seq'" in result.stdout)
 
 
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
+
+
 def test_commands_of_the_readme():
     commands = [line.strip() for line in README.splitlines() if line.startswith("    python -m venv")]
     assert len(commands) == 2

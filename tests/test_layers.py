@@ -71,7 +71,7 @@ ALLOWED = {
     "_measure": {"_machine"},
     "_command": {"_branch", "_compiled", "_machine", "_measure", "_pattern", "_pictures", "_planner"},
     "__main__": {"_command"},
-    "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh", "_planner"},
+    "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh", "_pattern", "_planner"},
     "_attention": {
         "_arguments",
         "_block",

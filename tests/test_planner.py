@@ -14,7 +14,7 @@ from oracle import make_mesh, random_arguments
 
 import ringjax
 from benchmarks.plan_accuracy import compiled_bytes, configurations, stated_bytes
-from ringjax import DilatedPattern, MeshWarning, Segments, Window, explain, plan
+from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._command import main
 from ringjax._machine import MACHINES
 
@@ -85,6 +85,8 @@ def test_figures_in_json():
         ({"mesh": {"seq": 4, "data": 2}}, "batch_size=1 does not divide over 2 devices"),
         ({"features": ["mask"]}, "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate"),
         ({"exchange_size": 5}, "exchange_size=5 does not serve 8 devices"),
+        ({"dtype": "float31"}, "dtype='float31' is no floating dtype: use bfloat16"),
+        ({"dtype": "int32"}, "dtype='int32' is no floating dtype"),
     ],
 )
 def test_wrong_arguments(arguments, words, unchecked):
@@ -111,6 +113,21 @@ def test_the_command(capsys, tmp_path):
         options = ["--exchange-size", "3"] if wrong == "H100" else []
         assert main(["plan", "--device", wrong, *options]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("chunks:4", "'chunks:4' is no branch: write segments:LENGTH[:RATE] or window:SIZE[:RATE]"),
+        ("window:0", "'window:0': size=0 of Window is below 1"),
+        ("segments:4x", "'4x' is no number: write one such as 4096, 32k or 1M"),
+        ("--mesh seq", "'seq' is no axis: write AXIS=SIZE, such as seq=8"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *arguments.split()])
+    assert words in capsys.readouterr().err
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):
@@ -140,6 +157,19 @@ def test_explaining_a_module_that_was_traced_before():
         explanation = explain(function, attention, jax.ShapeDtypeStruct((1, 64, 32), jnp.float32))
     assert [count for _, count in explanation.calls] == [2]
     assert explanation.places[0].startswith("64 tokens on the 4 devices of the mesh axis 'seq'")
+
+
+def test_explaining_says_what_was_warned_of_before():
+    """Whoever explains a call has mostly made it: what is warned of once is said again, and to later calls too."""
+    pattern = {"pattern": [Segments(4), Segments(64, 16)]}
+    array = jnp.zeros((1, 64, 2, 8))
+    call = lambda: ringjax.ring_dilated_attention(array, array, array, **pattern)
+    with pytest.warns(ReachWarning):
+        call()
+    (text,) = explain(SHAPE, SHAPE, SHAPE, **pattern).warnings
+    assert "of the queries see beyond their smallest branch" in text
+    with pytest.warns(ReachWarning):
+        call()
 
 
 def test_the_same_call_is_served_the_same_way():
