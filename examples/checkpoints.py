@@ -21,15 +21,18 @@ class Checkpoints:
     """The last checkpoints of a run, each with the configuration that it was made with: `stored`, of the one resumed.
 
     Orbax writes a checkpoint into a folder of its own and names it last: one that was cut off is never taken for whole.
+    The rest of it is removed by a run that writes; who only reads changes nothing in the folder.
 
     Raises:
       ValueError: if there are checkpoints and the run is not to be resumed, or none and it is; if the one to resume is
         of another configuration, or is none of this program's.
     """
 
-    def __init__(self, folder: Path, configuration: dict[str, Any], resume: int | None) -> None:
+    def __init__(
+        self, folder: Path, configuration: dict[str, Any], resume: int | None, read_only: bool = False
+    ) -> None:
         _report_once()
-        self.manager = _open(folder.absolute())
+        self.manager = _open(folder.absolute(), read_only)
         self.configuration, self.stored = configuration, {}
         self.step = self._find(resume)
         if self.step:
@@ -74,7 +77,10 @@ class Checkpoints:
             )
 
     def restore(self, abstract: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arrays of the checkpoint to resume, laid out as the abstract ones say, and removes later ones."""
+        """Returns the arrays of the checkpoint to resume, laid out as the abstract ones say.
+
+        A run that writes loses the later ones.
+        """
         try:
             restored = self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract))
         except Exception as error:
@@ -125,7 +131,7 @@ class Checkpoints:
         )
 
 
-def _open(folder: Path) -> ocp.CheckpointManager:
+def _open(folder: Path, read_only: bool) -> ocp.CheckpointManager:
     """Opens a folder of checkpoints so that as little as can be stays in the memory of a process that writes many.
 
     With a file for each piece of an array, as the database that Orbax writes otherwise leaves 0.1 MiB at each
@@ -134,7 +140,9 @@ def _open(folder: Path) -> ocp.CheckpointManager:
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
     ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
     state = ocp.StandardCheckpointHandler(use_ocdbt=False)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+    # The manager removes what was cut off in the background, and does not wait for it when closed.
+    writing = {} if read_only else {"max_to_keep": 2, "cleanup_tmp_directories": True}
+    options = ocp.CheckpointManagerOptions(read_only=read_only, **writing)
     return ocp.CheckpointManager(folder, options=options, item_handlers=state)
 
 

@@ -89,7 +89,7 @@ def complete(arguments: argparse.Namespace, configuration: dict[str, Any]) -> No
 
 def stored_configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the configuration of the checkpoint that the run goes on from."""
-    with Checkpoints(arguments.out / "checkpoints", {}, arguments.resume or 0) as checkpoints:
+    with Checkpoints(arguments.out / "checkpoints", {}, arguments.resume or 0, read_only=True) as checkpoints:
         return checkpoints.stored
 
 
@@ -193,7 +193,7 @@ def open_checkpoints(arguments: argparse.Namespace, corpus: Corpus | None = None
     configuration = {name: getattr(arguments, name) for name in names} | ({"text": corpus.digest} if corpus else {})
     configuration = {name: list(value) if isinstance(value, tuple) else value for name, value in configuration.items()}
     resume = arguments.resume if arguments.sample is None else arguments.resume or 0
-    return Checkpoints(arguments.out / "checkpoints", configuration, resume)
+    return Checkpoints(arguments.out / "checkpoints", configuration, resume, read_only=arguments.sample is not None)
 
 
 def restore(checkpoints: Checkpoints, trainer: Trainer) -> State:

@@ -32,10 +32,15 @@ def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
     np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=2e-4)
 
 
-def test_a_sample_continues_its_prompt(runs, undisturbed):
-    ended = runs.run(undisturbed, "--sample", "import jax", "--sample-bytes", "16")
+def test_a_sample_continues_its_prompt(runs, undisturbed, tmp_path):
+    """And changes nothing: neither later checkpoints nor one that another process is writing."""
+    shutil.copytree(undisturbed, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "25.orbax-checkpoint-tmp").mkdir()
+    before = sorted((tmp_path / "run").rglob("*"))
+    ended = runs.run(tmp_path / "run", "--sample", "import jax", "--sample-bytes", "16", "--resume", "10")
     assert ended.code == 0, ended.stderr
     assert ended.stdout.startswith("import jax")
+    assert sorted((tmp_path / "run").rglob("*")) == before
 
 
 @pytest.fixture
