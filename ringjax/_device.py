@@ -31,6 +31,18 @@ class Context(NamedTuple):
         return self.query_documents, self.key_documents
 
 
+class Backward(NamedTuple):
+    """What the backward is given: the arguments, the results, and the cotangents of those that were used."""
+
+    query: Float[Array, "*B T N H"]
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K V"]
+    out: Float[Array, "*B T N V"]
+    lse: Float[Array, "*B T N"]
+    out_grad: Float[Array, "*B T N V"] | None
+    lse_grad: Float[Array, "*B T N"] | None
+
+
 def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: Plan) -> tuple[Array, Array]:
     """Returns the output and the lse of a device's queries."""
     plan = plan.at(Context(*context).query_offset)
@@ -52,23 +64,16 @@ def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: 
     return out.astype(query.dtype), lse
 
 
-def device_backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    lse: Array,
-    out_grad: Array | None,
-    lse_grad: Array | None,
-    *context: Any,
-    plan: Plan,
-) -> tuple[Array, Array, Array]:
-    """Returns the gradients of a device's queries, keys and values."""
-    plan = plan.at(Context(*context).query_offset)
+def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
+    """Returns the gradients of a device's queries, keys and values, given what is in `Backward` and in `Context`."""
+    size = len(Backward._fields)
+    query, key, value, out, lse, out_grad, lse_grad = Backward(*given[:size])
+    context = Context(*given[size:])
+    plan = plan.at(context.query_offset)
     axes = _axes((query, key, value, context), plan)
     # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
     arrays, ungroup = jax.vjp(functools.partial(_group, axes=axes, plan=plan), query, key, value)
-    context = _group_context(Context(*context), axes)
+    context = _group_context(context, axes)
     batch_shape, heads, dtype = query.shape[:-3], query.shape[-2], lse.dtype
     cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from ringjax._device import Context, device_backward, device_forward
+from ringjax._device import Backward, Context, device_backward, device_forward
 from ringjax._plan import Plan
 from ringjax._promotion import with_own_promotion
 
@@ -70,30 +70,19 @@ def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Pl
 
 @with_own_promotion
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    *arrays, context, out, lse = residuals
+    query, key, value, context, out, lse = residuals
     # A result that nobody used has a symbol for its cotangent.
-    grads = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
-    return *_backward(*arrays, out, lse, *grads, context, plan), None
+    out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
+    return *_backward(Backward(query, key, value, out, lse, out_grad, lse_grad), context, plan), None
 
 
 ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=True)
 
 
 # Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    out: Array,
-    lse: Array,
-    out_grad: Array | None,
-    lse_grad: Array | None,
-    context: Context,
-    plan: Plan,
-) -> tuple[Array, Array, Array]:
-    arrays = query, key, value, out, lse, out_grad, lse_grad, *context
-    return _map(device_backward, "qkkqqqqddrr", "qkk", arrays, plan)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _backward(given: Backward, context: Context, plan: Plan) -> tuple[Array, Array, Array]:
+    return _map(device_backward, "qkkqqqqddrr", "qkk", (*given, *context), plan)
 
 
 def _no_second_derivative(*_: Any) -> Any:
