@@ -31,6 +31,7 @@ from benchmarks.timing import table
 from ringjax._block import Keys, Weighting
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Meeting, Slots
+from ringjax._protocol import Request
 from ringjax._rows import Heads, Rows
 from ringjax._schedule import BranchSchedule, make_schedule
 
@@ -177,7 +178,9 @@ def emulated_ring() -> list[dict[str, Any]]:
         (branch,) = make_schedule(
             ringjax.DilatedPattern([ringjax.Segments(length)]), length, shards, HEADS, True, block
         )
-        branch = dataclasses.replace(implementation.prepare(branch), implementation=KERNEL)
+        branch = dataclasses.replace(
+            implementation.prepare(Request(arrays[0], arrays[1], arrays[2], "cuda"), branch), implementation=KERNEL
+        )
         chunks = [
             tuple(
                 _computed_rows(array, branch, shard, implementation, index == 0) for index, array in enumerate(arrays)

@@ -159,13 +159,13 @@ def ring_dilated_attention(
       exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u
         divides the query heads of a device, and its key/value heads or they u. By default the fewest after which
         nothing travels, else the most there are.
-      implementation: ``"xla"``, which computes everything everywhere, or ``"cudnn"``, a fused kernel for NVIDIA GPUs;
-        by default the fastest that can compute a branch on the devices that there are. The kernel takes bfloat16 and
-        float16, and branches whose dilation rate divides their segment and whose segments divide, or are divided by,
-        what a device holds.
-      block_size: the most rows of queries, and of keys, whose logits ``"xla"`` computes at once; chosen from shapes and
-        devices by default. Smaller blocks take less memory and less work where a mask cuts them; larger ones run
-        faster.
+      implementation: ``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or
+        ``"mosaic"``, kernels for TPUs; by default the fastest that can compute a branch on the devices that there are.
+        cuDNN's takes bfloat16 and float16, and branches whose dilation rate divides their segment and whose segments
+        divide, or are divided by, what a device holds; those for TPUs take bfloat16 and float32.
+      block_size: the most rows of queries, and of keys, whose logits are computed at once, but for ``"cudnn"``; chosen
+        from shapes and devices by default. Smaller blocks take less memory and less work where a mask cuts them; larger
+        ones run faster.
       mesh: the mesh to run on.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how query lies on the mesh, such as ``P("data", "seq", "tensor")``; key and value lie likewise. By default
@@ -211,10 +211,11 @@ def ring_dilated_attention(
     known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
     check_positions(placement.length(query), placement.length(key), known_offset)
     moving_offset = query_offset if isinstance(query_offset, jax.Array) else None
-    if block_size is None:
+    max_block_rows = block_size
+    if max_block_rows is None:
         batch_heads = math.prod(placement.block(query))
         share_cache = placement.platform == "cpu" and placement.num_shards > 1
-        block_size = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
+        max_block_rows = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
     warn_of_reach(pattern, placement.length(query), key.shape[-2])
     features = {
         "document_ids": document_ids is not None,
@@ -232,10 +233,21 @@ def ring_dilated_attention(
         query_offset=known_offset if moving_offset is None else None,
         num_devices=placement.num_shards,
         is_causal=bool(is_causal),
-        max_block_rows=int(block_size),
+        max_block_rows=int(max_block_rows),
         exchange_size=exchange_size,
         implementation=implementation,
-        request=Request(query, key, value, placement.platform, placement.unmapped, needs, has_lse),
+        request=Request(
+            query,
+            key,
+            value,
+            placement.platform,
+            placement.unmapped,
+            needs,
+            has_lse,
+            placement.device_kind,
+            None if block_size is None else int(block_size),
+            precision,
+        ),
         work=_work(query, key, value, documents[0], pattern, placement, has_lse),
     )
     record(call, strategy, placement, find_mesh((query, key, value), mesh)[1])

@@ -228,6 +228,19 @@ def merge(
 # then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
 
 
+def of_queries(
+    out: Float[Array, "*B n N V"], lse: Float[Array, "*B n N"], out_grad: Float[Array, "*B n N V"], lse_grad: Any
+) -> tuple[Array, ...]:
+    """Returns the cotangent, the lse and the delta of each query, all with a last dimension."""
+    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
+    if lse_grad is not None:
+        delta -= lse_grad
+    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+    attends = lse > -jnp.inf
+    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
+    return out_grad, lse[..., None], delta[..., None]
+
+
 def start_gradients(queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
     """Returns the gradients of nothing but those given, for tiles of queries and of keys.
 

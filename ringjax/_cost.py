@@ -123,8 +123,8 @@ class Work:
         )
 
     def _of_queries(self, branch: BranchSchedule) -> int:
-        """The bytes of what the backward needs of a query, beside itself: of XLA's way, or of a fused kernel's."""
-        if branch.implementation == "xla":
+        """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
+        if branch.implementation != "cudnn":
             return self.value_width * self.itemsize + 2 * self.sum_itemsize
         return 2 * self.value_width * self.itemsize + (1 + self.has_lse_grad) * self.sum_itemsize
 
@@ -189,7 +189,7 @@ def _swaps(
     heads, _ = work.heads_of(branch)
     result = work.itemsize if is_alone else work.sum_itemsize
     has_all_tokens = branch.branch.offset_rate == 1 or branch.exchanges_rows
-    is_put = has_all_tokens and branch.implementation == "xla"  # a fused kernel's results are always merged
+    is_put = has_all_tokens and branch.implementation != "cudnn"  # whose results are always merged
     is_total = is_alone and is_put and heads == work.num_heads // branch.exchange_size
     is_packed = branch.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
     has_lse = has_gradient or work.needs_lse or not is_total or is_packed

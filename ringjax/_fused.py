@@ -75,6 +75,7 @@ class Fused(Implementation):
     kernel: Kernel
 
     slots_axis = 1
+    platform = "cuda"
     is_added_at_once = True
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
@@ -82,7 +83,8 @@ class Fused(Implementation):
         reason = self.kernel.obstacle(*arrays, request.platform, ALIGNMENT if request.has_lse_grad else 0)
         return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch)
 
-    def prepare(self, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        del request
         return branch.in_whole_chunks()
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:

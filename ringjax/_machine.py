@@ -98,7 +98,7 @@ MACHINES = {
         Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
     )
 }
-_KINDS = {"lite": "v5e", "v5p": "v5p", "v5": "v5p", "v6": "v6e", **{name.lower(): name for name in MACHINES}}
+_KINDS = {"v6": "v6e", "lite": "v5e", "v5p": "v5p", "v5": "v5p", **{name.lower(): name for name in MACHINES}}
 
 
 def find_machine(device: str | Machine) -> Machine:

@@ -43,7 +43,11 @@ class Visits(NamedTuple):
 
     def of_keys(self) -> tuple[Any, Int[Array, "J I"]]:
         """Returns for each tile of keys what `of_queries` does for those of queries."""
-        return Visits(*(array.swapaxes(1, 2) for array in self)).of_queries()
+        return self.transposed().of_queries()
+
+    def transposed(self) -> "Visits":
+        """Returns the visits of tiles of keys with those of queries."""
+        return Visits(*(array.swapaxes(1, 2) for array in self))
 
 
 class Taken(NamedTuple):
@@ -132,27 +136,34 @@ class Mask:
 
 def masked(scores: Float[Array, "*X Q Rk"], of_queries: QueryMask, of_keys: KeyMask) -> Float[Array, "*X Q Rk"]:
     """Returns the scores of pairs that attend, and minus infinity for the others."""
-    position = of_keys.position[..., None, :]  # [*X, 1, Rk]
-    is_allowed = position <= of_queries.last[..., None]  # [*X, Q, Rk]
+    of_queries = jax.tree.map(lambda array: array[..., None], of_queries)  # [*X, Q, 1]
+    of_keys = jax.tree.map(lambda array: array[..., None, :], of_keys)  # [*X, 1, Rk]
+    return jnp.where(is_allowed(of_queries, of_keys), scores, -jnp.inf)
+
+
+def is_allowed(of_queries: QueryMask, of_keys: KeyMask) -> Any:
+    """Returns which pairs attend, of masks whose arrays broadcast to the pairs."""
+    position = of_keys.position
+    is_allowed = position <= of_queries.last
     if of_queries.first is not None:
-        is_allowed &= of_queries.first[..., None] <= position
+        is_allowed &= of_queries.first <= position
     if of_keys.is_key is not None:
-        is_allowed &= of_keys.is_key[..., None, :]
+        is_allowed &= of_keys.is_key
     if of_queries.document is not None and of_keys.document is not None:
-        is_allowed &= of_queries.document[..., None] == of_keys.document[..., None, :]
+        is_allowed &= of_queries.document == of_keys.document
     if of_queries.residue is not None and of_keys.residue is not None:
-        is_allowed &= of_queries.residue[..., None] == of_keys.residue[..., None, :]
+        is_allowed &= of_queries.residue == of_keys.residue
     for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
         is_allowed &= ~_is_taken(query, key, position)
-    return jnp.where(is_allowed, scores, -jnp.inf)
+    return is_allowed
 
 
 def _is_taken(query: Taken, key: Taken, position: Any) -> Any:
     conditions = []
     if query.label is not None and key.label is not None:
-        conditions.append(query.label[..., None] == key.label[..., None, :])
+        conditions.append(query.label == key.label)
     if query.first is not None and query.last is not None:
-        conditions += [query.first[..., None] <= position, position <= query.last[..., None]]
+        conditions += [query.first <= position, position <= query.last]
     return functools.reduce(jnp.logical_and, conditions)
 
 

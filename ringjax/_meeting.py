@@ -111,11 +111,13 @@ class Slots(NamedTuple):
         ]
         return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * step, end
 
-    def labels(self, token: UInt[Array, "J C O R"], of_keys: bool = False) -> tuple[Any, Any, tuple[Taken, ...]]:
-        """Returns the documents, the residues where chunks mix these, and what earlier branches have taken."""
+    def labels(
+        self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True
+    ) -> tuple[Any, Any, tuple[Taken, ...]]:
+        """Returns the documents, the residues where tiles mix these, and what earlier branches have taken."""
         heads, branch = self.rows.heads, self.side.branch
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
-        is_mixed = branch.modulus > 1 and self.side.chunks != "residues"
+        is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "residues")
         residue = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
         taken = []
         for (_, earlier), offsets in zip(self.branch.earlier, heads.earlier_offsets, strict=True):
@@ -166,11 +168,16 @@ class Meeting(NamedTuple):
     keys: Any
     is_new: Any = True
 
+    @property
+    def is_only(self) -> bool:
+        """Whether the rows of queries meet no others."""
+        return self.branch.is_local or self.branch.strategy == "all_gather"
+
 
 def see_queries(slots: Slots, noise: Noise | None = None) -> View:
     """Returns the side of queries, whose dropout is drawn from `noise`."""
-    mask = _mask_queries(slots, noise)
-    outlined = mask if slots.rows.is_whole else _mask_queries(slots.outlined())
+    mask = mask_queries(slots, noise)
+    outlined = mask if slots.rows.is_whole else mask_queries(slots.outlined())
     # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
     is_by_batch = slots.documents is not None and slots.rows.is_whole
     return View(mask, outline_queries(outlined, slots.num_groups), is_by_batch)
@@ -178,8 +185,8 @@ def see_queries(slots: Slots, noise: Noise | None = None) -> View:
 
 def see_keys(slots: Slots) -> View:
     """Returns the side of keys."""
-    mask, is_member = _mask_keys(slots), slots.rows.heads.is_member
-    outlined = mask if slots.rows.is_whole else _mask_keys(slots.outlined())
+    mask, is_member = mask_keys(slots), slots.rows.heads.is_member
+    outlined = mask if slots.rows.is_whole else mask_keys(slots.outlined())
     return View(mask, outline_keys(outlined, slots.num_groups, True if is_member is None else is_member.all()))
 
 
@@ -192,23 +199,25 @@ def make_mask(meeting: Meeting) -> Mask:
     return Mask(queries.mask, keys.mask, visits, queries.is_by_batch)
 
 
-def _mask_queries(slots: Slots, noise: Noise | None = None) -> QueryMask:
+def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: bool = True) -> QueryMask:
+    """Returns what each query attends to, in tiles whose chunks do not meet by themselves or, if not, in any."""
     branch = slots.branch
     token, is_row = slots.tokens()
-    document, residue, taken = slots.labels(token)
+    document, residue, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
     is_row = slots.of_members(is_row, document)
     stream = () if noise is None else noise.stream(token)
     first, last = _interval(slots.side.branch.seen(token, branch.is_causal), branch.is_causal)
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
-    elif branch.is_dense:  # where rows share a tile, they share a segment
+    elif branch.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
         first = None
     return QueryMask(first, last, document, residue, taken, stream)
 
 
-def _mask_keys(slots: Slots) -> KeyMask:
+def mask_keys(slots: Slots, are_chunks_apart: bool = True) -> KeyMask:
+    """Returns what attends to each key, as `mask_queries` does for queries."""
     token, is_row = slots.tokens()
-    document, residue, taken = slots.labels(token, of_keys=True)
+    document, residue, taken = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
     position = token.astype(jnp.int32)[:, None]
     return KeyMask(position, slots.of_members(is_row, document), document, residue, taken)
 

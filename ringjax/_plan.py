@@ -211,11 +211,13 @@ class Plan:
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""
-        return self._collect(jax.lax.all_gather, branch, tiles)
+        axis = self.implementation(branch).slots_axis
+        return self._collect(functools.partial(jax.lax.all_gather, axis=axis), branch, tiles)
 
     def scatter(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
-        return self._collect(jax.lax.psum_scatter, branch, tiles)
+        axis = self.implementation(branch).slots_axis
+        return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), branch, tiles)
 
     def _collect(self, collective: Any, branch: BranchSchedule, tiles: Any) -> Any:
         if branch.gather_size == 1:

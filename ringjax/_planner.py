@@ -82,7 +82,8 @@ class Comparison:
             for name, implementation in IMPLEMENTATIONS.items():
                 if name == branch.implementation:
                     break
-                reason = implementation.obstacle(self.call.request, implementation.prepare(branch))
+                request = self.call.request
+                reason = implementation.obstacle(request, implementation.prepare(request, branch))
                 reasons.append(f"not {name}: {reason}")
             found.append(
                 {"branch": str(branch.branch), "implementation": branch.implementation, "why": "; ".join(reasons)}
@@ -278,7 +279,7 @@ def plan(
         max_block_rows=choose_block_size(batch * heads, dtype.itemsize, machine.platform == "cpu"),
         exchange_size=exchange_size,
         implementation=implementation,
-        request=Request(*arrays, machine.platform, needs=tuple(features)),
+        request=Request(*arrays, machine.platform, needs=tuple(features), device_kind=machine.name),
         work=work,
     )
     return compare(call, machine, has_gradient)

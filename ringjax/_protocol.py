@@ -15,7 +15,8 @@ class Request(NamedTuple):
     """What a call asks for: the arrays or their shapes, and the platform.
 
     `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
-    masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient.
+    masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient. `device_kind` is what jax
+    calls the devices, `block_size` the most rows of a tile, where the caller says so.
     """
 
     query: Any
@@ -25,6 +26,9 @@ class Request(NamedTuple):
     unmapped: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     has_lse_grad: bool = False
+    device_kind: str = ""
+    block_size: int | None = None
+    precision: Any = None
 
 
 class Implementation(abc.ABC):
@@ -35,6 +39,7 @@ class Implementation(abc.ABC):
     """
 
     slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
+    platform: str | None  # for which programs have to be lowered that it is in, as jax names it; None for any
     is_added_at_once: bool  # whether all branches are added in one pass over the tokens, or one by one to their rows
 
     @abc.abstractmethod
@@ -42,7 +47,7 @@ class Implementation(abc.ABC):
         """Returns why it cannot serve a request in a branch, None where it can."""
 
     @abc.abstractmethod
-    def prepare(self, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
         """Returns the schedule in tiles of its own."""
 
     @abc.abstractmethod

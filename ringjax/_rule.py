@@ -40,7 +40,9 @@ def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[
         if plan.elsewhere is None:
             return mapped(*arrays)
         elsewhere = functools.partial(run, dataclasses.replace(plan, branches=plan.elsewhere, elsewhere=None))
-        return jax.lax.platform_dependent(*arrays, cuda=mapped, default=elsewhere)
+        names = (plan.implementation(branch).platform for branch in plan.branches)
+        ways = {name: mapped for name in names if name is not None}
+        return jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
 
     folded = jax.custom_batching.custom_vmap(functools.partial(run, plan))
 

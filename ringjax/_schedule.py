@@ -54,7 +54,8 @@ class BranchSchedule:
 
     In a union, pairs of the `earlier` branches are left out: their numbers and themselves. A shard is `exchange_size`
     consecutive devices, which exchanged tokens for heads, or rows of the branch alone where it `exchanges_rows`. The
-    `strategy` is how rows meet, the `implementation` what computes them.
+    `strategy` is how rows meet, the `implementation` what computes them; `tile_rows` are the most rows of its tiles of
+    queries and of keys, where these do not end with chunks.
     """
 
     branch: Branch
@@ -71,6 +72,7 @@ class BranchSchedule:
     exchanges_rows: bool = False
     strategy: str = "ring"
     implementation: str = "xla"
+    tile_rows: tuple[int, int] | None = None
 
     @property
     def num_shards(self) -> int:

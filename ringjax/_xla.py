@@ -5,7 +5,6 @@ Laid out as `_block` has them: queries [I, B, C, K, G, R, H], keys [J, B, C, K, 
 
 from typing import Any
 
-import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
@@ -21,12 +20,14 @@ class Xla(Implementation):
     """The implementation by tiles."""
 
     slots_axis = 0
+    platform = None
     is_added_at_once = False
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> None:
         del request, branch
 
-    def prepare(self, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        del request
         return branch
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
@@ -63,13 +64,7 @@ class Xla(Implementation):
         out_grad: Float[Array, "*B n N V"],
         lse_grad: Any,
     ) -> tuple[Array, ...]:
-        delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
-        if lse_grad is not None:
-            delta -= lse_grad
-        # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
-        attends = lse > -jnp.inf
-        lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
-        return out_grad, lse[..., None], delta[..., None]
+        return _block.of_queries(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> Queries:
         query, out_grad, lse, delta = arrays

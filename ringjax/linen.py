@@ -52,7 +52,8 @@ class RingDilatedAttention(linen.Module):
       decode: whether calls continue the sequence in the cache.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
       exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
-      implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
+      implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
+        :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       force_fp32_for_softmax: as Flax's module has it: the softmax is in float32 at least, whatever is said here.
       dtype: the dtype of the computation; by default that of inputs and parameters.

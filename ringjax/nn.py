@@ -51,7 +51,8 @@ class RingDilatedAttention(nnx.Module):
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
       exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
-      implementation: ``"xla"`` or ``"cudnn"``; by default the fastest that serves, see :func:`ring_dilated_attention`.
+      implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
+        :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.

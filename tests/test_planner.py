@@ -16,7 +16,7 @@ import ringjax
 from benchmarks.plan_accuracy import compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._command import main
-from ringjax._machine import MACHINES
+from ringjax._machine import MACHINES, machine_of
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
 LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
@@ -128,6 +128,14 @@ def test_the_command_says_what_is_wrong(arguments, words, capsys):
     with pytest.raises(SystemExit):
         main(["plan", *arguments.split()])
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU v7", "v5e"), ("NVIDIA H200", "H200")],
+)
+def test_devices_are_known_by_their_kinds(kind, name):
+    assert machine_of("cuda" if "NVIDIA" in kind else "tpu", kind).name == name
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):

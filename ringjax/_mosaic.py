@@ -1,0 +1,217 @@
+"""The implementation "mosaic": kernels in Pallas that know every mask, over lists of the tiles that meet.
+
+Laid out as these kernels have them: queries [B, N, T, H], keys [B, K, S, H], T and S the slots of a shard, chunk after
+chunk. Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is
+said by the masks.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Shaped
+
+from ringjax import _block, _tpu
+from ringjax._block import Keys, Weighting
+from ringjax._fused import FusedGradients, FusedPartial
+from ringjax._mask import EMPTY, outline_keys, outline_queries
+from ringjax._meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
+from ringjax._protocol import Implementation, Request
+from ringjax._schedule import BranchSchedule
+from ringjax._side import Side
+from ringjax._tpu import LANES, Stats
+
+# The rows of tiles of queries and of keys, by the kind of the device; 512 each on others. More compute longer for what
+# is read, which the v6e with its many products needs.
+TILE_ROWS = {"v6": (1024, 512)}
+# The most rows that come by in a step, and the numbers of tiles that these may be.
+STEP_ROWS = 2048
+_PARTS = 4, 2, 1
+# What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
+_NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
+
+
+_PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
+
+
+class MosaicQueries(NamedTuple):
+    """What the backward needs of each row of queries; the lse is +inf where the row attends to nothing."""
+
+    query: Float[Array, "B N T H"]
+    out_grad: Float[Array, "B N T V"]
+    lse: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic(Implementation):
+    """The implementation by kernels for TPUs; `interpret` runs them anywhere, slowly, as Pallas takes it."""
+
+    interpret: Any = False
+
+    slots_axis = 2
+    platform = "tpu"
+    is_added_at_once = False
+
+    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+        """Returns why it cannot serve a request in a branch, None where it can."""
+        del branch
+        query, key, value = request.query, request.key, request.value
+        if request.platform != "tpu" and not self.interpret:
+            return f"it runs on TPUs, and the devices are of platform {request.platform!r}"
+        if query.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"it computes in bfloat16 and float32, and query is of {query.dtype}"
+        if not query.dtype == key.dtype == value.dtype:
+            return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
+        if request.precision not in _PRECISIONS:
+            return f"it computes products at the default precision or the highest, and precision={request.precision!r}"
+        if request.unmapped:
+            # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
+            axes = request.unmapped
+            return f"the mesh axes {axes} are Auto: say with spec=P(...) what they cut, or make them Explicit"
+        return None
+
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
+        sizes = (size for part, size in TILE_ROWS.items() if part in request.device_kind)
+        rows = next(sizes, (512, 512)) if request.block_size is None else 2 * (request.block_size,)
+        return dataclasses.replace(branch.in_whole_chunks(), tile_rows=rows)
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Puts heads before rows."""
+        del side
+        return rearrange(rows, "B m K (G D) -> B (K G) m D", G=groups or 1)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        """Undoes `lay_out`, given the number of key/value heads."""
+        del side
+        return rearrange(tiles, "B (K G) m D -> B m K (G D)", K=heads)
+
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
+        """Returns the masks of tiles of queries."""
+        mask = _tile(mask_queries(_unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
+        return View(mask, outline_queries(mask, 1), slots.documents is not None)
+
+    def see_keys(self, slots: Slots) -> View:
+        """Returns the masks of tiles of keys."""
+        mask = mask_keys(_unfold(slots), are_chunks_apart=False)
+        # All slots hold a key, or say whether they do; those that fill tiles do not.
+        is_key = mask.position >= 0
+        mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
+        mask = _tile(mask, _tile_rows(slots)[1])
+        is_member = slots.rows.heads.is_member
+        return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
+
+    def start(self, query: Float[Array, "B N T H"], value: Float[Array, "B K S V"]) -> FusedPartial:
+        """Returns the attention on nothing."""
+        row = jnp.zeros_like(query[..., 0], jnp.float32)  # [B, N, T]
+        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, value.shape[-1])), row - jnp.inf)
+
+    def forward(
+        self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: FusedPartial
+    ) -> FusedPartial:
+        """Adds the attention of queries on keys to that on others, where there are any."""
+        mask, length = make_mask(meeting), query.shape[2]
+        of_queries, of_keys = mask.queries.last, mask.keys.position
+        key, value = (_pad(array, of_keys) for array in keys)
+        before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
+        arrays = _pad(query, of_queries), key, value, mask, weighting
+        out, lse = _tpu.forward(*arrays, _parts(of_keys), before, self.interpret)
+        return FusedPartial(out[:, :, :length], lse[:, :, :length])
+
+    def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
+        """Returns the output and the lse of each row."""
+        return partial.out, partial.lse
+
+    def of_queries(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
+        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+        return _block.of_queries(out, lse, out_grad, lse_grad)
+
+    def make_queries(self, *arrays: Array) -> MosaicQueries:
+        """Makes what `backward` takes, of arrays that are laid out."""
+        query, out_grad, lse, delta = arrays
+        return MosaicQueries(query, out_grad, lse[..., 0], delta[..., 0])
+
+    def start_gradients(self, queries: MosaicQueries, keys: Keys, step: Any = 0, **given: Array) -> FusedGradients:
+        """Returns the gradients of nothing but those given."""
+        del step
+        arrays = {"query": queries.query, **keys._asdict()}
+        zeros = {name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items() if name not in given}
+        return FusedGradients(**given, **zeros)
+
+    def backward(
+        self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: FusedGradients
+    ) -> FusedGradients:
+        """Adds what the pairs that meet contribute to sums of gradients under way."""
+        mask, length, key_length = make_mask(meeting), queries.query.shape[2], keys.key.shape[2]
+        of_queries, of_keys = mask.queries.last, mask.keys.position
+        padded = MosaicQueries(*(_pad(array, of_queries) for array in queries))
+        key, value = (_pad(array, of_keys) for array in keys)
+        arrays = padded.query, key, value, padded.out_grad, Stats(padded.lse, padded.delta), mask, weighting
+        before = lambda of_mask, *sums: None if meeting.is_only else tuple(_pad(one, of_mask) for one in sums)
+        of_query, of_others = before(of_queries, grads.query), before(of_keys, grads.key, grads.value)
+        query_grad = _tpu.backward_queries(*arrays, _parts(of_keys), of_query, self.interpret)
+        keys_grad = _tpu.backward_keys(*arrays, _parts(of_queries), of_others, self.interpret)
+        return FusedGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
+
+    def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values."""
+        del weighting  # the kernel's
+        return grads.query, grads.key, grads.value
+
+
+def _unfold(slots: Slots) -> Slots:
+    """Returns slots with their documents in the tiles of the side."""
+    if slots.documents is None:
+        return slots
+    sizes = {"C": slots.side.chunks_per_tile, "R": slots.side.block_rows}
+    return slots._replace(documents=rearrange(slots.documents, "B O (J C R) -> J B C O R", **sizes))
+
+
+def _tile_rows(slots: Slots) -> tuple[int, int]:
+    assert slots.branch.tile_rows is not None
+    return slots.branch.tile_rows
+
+
+def _tile(mask: Any, most_rows: int) -> Any:
+    """Cuts masks of chunks [J, A, C, O, R], or [J, B, C, K, G, R], into tiles, the last with rows that are none."""
+
+    def cut(path: Any, array: Array) -> Array:
+        rows = jnp.moveaxis(array, (0, 2), (-3, -2))
+        rows = rows.reshape(*rows.shape[:-3], -1)  # [A, O, J * C * R]
+        fill = jnp.asarray(_NONE.get(getattr(path[-1], "name", ""), 0), rows.dtype)
+        count, size = _tiles(rows.shape[-1], most_rows)
+        rows = jnp.pad(rows, _ends(rows, -1, count * size), constant_values=fill)
+        tiles = rows.reshape(*rows.shape[:-1], count, size)
+        return jnp.moveaxis(tiles, -2, 0)[:, :, None]  # [I, A, 1, O, R]
+
+    return jax.tree_util.tree_map_with_path(cut, mask)
+
+
+def _pad(array: Array, of_mask: Array, axis: int = 2) -> Array:
+    """Adds rows of zeros, as many as masks of tiles have."""
+    return jnp.pad(array, _ends(array, axis, of_mask.shape[0] * of_mask.shape[-1]))
+
+
+def _ends(array: Array, axis: int, size: int) -> list[tuple[int, int]]:
+    ends = [(0, 0)] * array.ndim
+    ends[axis] = 0, size - array.shape[axis]
+    return ends
+
+
+def _tiles(length: int, most_rows: int) -> tuple[int, int]:
+    """Returns how many tiles there are of so many rows, and the rows of one: whole registers, and whole steps."""
+    least = -(-length // most_rows)
+    rows = -(-length // (least * LANES)) * LANES
+    count = -(-length // rows)
+    # Steps of several tiles, where that adds a quarter at most.
+    parts = next(parts for parts in _PARTS if 4 * (-(-count // parts) * parts) <= 5 * count)
+    return -(-count // parts) * parts, rows
+
+
+def _parts(of_mask: Array) -> int:
+    """Returns how many tiles come by in a step."""
+    count, rows = of_mask.shape[0], of_mask.shape[-1]
+    return next(parts for parts in _PARTS if count % parts == 0 and (parts * rows <= STEP_ROWS or parts == 1))

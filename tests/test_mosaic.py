@@ -1,0 +1,210 @@
+"""The kernels for TPUs, run by Pallas' interpreter: the cases of all implementations, and what is of tiles alone."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from oracle import make_mesh, random_arguments, reference_results, ring_results
+from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_reference
+
+from ringjax import DilatedPattern, Segments, Window, _tpu_call, ring_dilated_attention
+from ringjax._block import Weighting
+from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._mask import Visits
+from ringjax._meeting import Meeting, Slots, make_mask
+from ringjax._mesh import Placement
+from ringjax._mosaic import Mosaic
+from ringjax._plan import Plan
+from ringjax._protocol import Request
+from ringjax._schedule import make_schedule
+from ringjax._tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Kernels that run on CPUs, in maps that do not check what varies: the interpreter does not say it."""
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", Mosaic(interpret=True))
+    monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
+    yield
+    jax.clear_caches()  # of traces with these
+
+
+def check(arrays, mesh=None, **arguments):
+    """Compares all results in float32 with the oracle's."""
+    narrow = lambda array: np.asarray(array, np.float32 if array.dtype == np.float64 else array.dtype)
+    arrays = list(map(narrow, arrays))
+    names = arguments.keys() & (OF_REFERENCE | {"block_size", "strategy", "exchange_size"})
+    own = {name: arguments[name] for name in names}
+    own |= {"sinks": np.float32(own["sinks"])} if "sinks" in own else {}
+    actual = ring_results(arrays, mesh=mesh, implementation="mosaic", **own)
+    expected = reference_results(arrays, **of_reference(arguments))
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
+        found, wanted = (np.where(np.isfinite(array), array, 0) for array in (one, other))
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * max(1, np.abs(wanted).max()))
+
+
+# Those that hold most of the masks and ways; the others on demand.
+USUAL = (
+    "documents that straddle, gathered",
+    "grouped by branch",
+    "fewer queries",
+    "mixed residues",
+    "exchanged",
+    "all",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES]
+)
+def test_feature_equals_oracle(name):
+    arguments = {**PATTERN, **FEATURES[name]}
+    arguments["uses"] = ("out", "lse", "both")[list(FEATURES).index(name) % 3]
+    arrays = make_arrays(**arguments)
+    if "pattern" in arguments:
+        arguments = {name: value for name, value in arguments.items() if name not in PATTERN or name == "is_causal"}
+    check(arrays, make_mesh(AxisType.Explicit, seq=4), **arguments)
+
+
+# Patterns on several tiles of 128 rows, with what is asked for beside them.
+TILES = {
+    "a band": {"pattern": [Window(200), Segments(400, 2)], "length": 700, "documents": "sorted"},
+    "two shards": {"pattern": [Segments(1500)], "length": 1500, "shards": 2, "uses": "lse"},
+    "all": {
+        "pattern": [Segments(300, 2), Window(90, 3)],
+        "length": 600,
+        "merge": "union",
+        "dropout_rate": 0.3,
+        "dropout_seed": 1,
+        "logits_soft_cap": 2.0,
+        "documents": "mixed",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "most_entries"), [*((name, None) for name in TILES), ("a band", 3)])
+def test_tiles_equal_oracle(name, most_entries, monkeypatch):
+    """Also where scalar memory holds the lists of few tiles only."""
+    if most_entries:
+        monkeypatch.setattr(_tpu_call, "MAX_ENTRIES", most_entries)
+    arguments = {"is_causal": True, "block_size": 128, "num_heads": (2, 1), "shards": 1, **TILES[name]}
+    mesh = make_mesh(seq=arguments["shards"]) if arguments["shards"] > 1 else None
+    check(make_arrays(**arguments), mesh, **arguments)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
+def test_a_list_has_the_tiles_that_meet(parts, density):
+    """Each in one step of its row, in order, and one step of each row without any."""
+    rng = np.random.default_rng(0)
+    meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
+    found = list_tiles(Visits(jnp.asarray(meets), jnp.asarray(is_whole)), parts)
+    expected = []
+    for number, row in np.ndindex(2, 5):
+        columns = [c for c in range(8 // parts) if meets[number, row, c * parts : (c + 1) * parts].any()]
+        for column in columns or [0]:
+            at = slice(column * parts, (column + 1) * parts)
+            some, whole = meets[number, row, at], (meets & is_whole)[number, row, at]
+            case = WHOLE if whole.all() else CUT if some.all() else SOME if some.any() else NOTHING
+            edges = column == (columns or [0])[0], column == (columns or [0])[-1]
+            expected.append((number, row, column, case, *edges, some.tolist()))
+    assert int(found.length) == len(expected)
+    for entry, (number, row, column, case, is_first, is_last, some) in enumerate(expected):
+        tile, step = int(found.tiles[entry]), Step(int(found.notes[entry]))
+        assert (step.list, staying(tile), passing(tile), step.case) == (number, row, column, case)
+        assert (step.is_first, step.is_last) == (is_first, is_last)
+        assert [bool(step.meets(part)) for part in range(parts)] == some
+
+
+@pytest.mark.parametrize(
+    ("pattern", "documents"),
+    [
+        ([Segments(8192)], None),
+        ([Segments(2048)], None),
+        ([Segments(4096, 2)], None),
+        ([Window(1000)], None),
+        ([Window(300, 2)], None),
+        ([Segments(8192)], np.arange(8192) // 3000),
+    ],
+    ids=str,
+)
+def test_no_step_is_in_vain(pattern, documents):
+    """A step is taken where some pair attends, and there alone."""
+    length = 8192
+    pattern = DilatedPattern(pattern)
+    (branch,) = make_schedule(pattern, length, 1, 1, True)
+    mosaic = Mosaic()
+    shape = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16)
+    branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
+    rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
+    slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
+    mask = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots)))
+    parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
+    steps = list_tiles(mask.visits, parts)
+    flat = lambda array: None if array is None else np.asarray(array).reshape(-1)
+    first, last, position = map(flat, (mask.queries.first, mask.queries.last, mask.keys.position))
+    allowed = (first[:, None] <= position) & (position <= last[:, None])
+    if documents is not None:
+        allowed &= flat(mask.queries.document)[:, None] == flat(mask.keys.document)
+    if mask.queries.residue is not None:
+        allowed &= flat(mask.queries.residue)[:, None] == flat(mask.keys.residue)
+    _, tiles, others = mask.visits.meets.shape
+    of_steps = allowed.reshape(tiles, len(first) // tiles, others // parts, -1).any(axis=(1, 3))
+    assert int(steps.length) == of_steps.sum() + (~of_steps.any(axis=1)).sum()
+
+
+def test_errors_in_bfloat16_are_those_of_xla():
+    """Against float64, of an output, an lse and gradients: at most a tenth more."""
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in random_arguments(384, (2, 1), (64, 64), (2,))]
+    arguments = {"pattern": [Segments(128), Segments(384, 3)], "is_causal": True}
+    expected = reference_results([np.asarray(array, np.float64) for array in arrays], **arguments)
+    errors = {}
+    for name in ("xla", "mosaic"):
+        found = ring_results(arrays, implementation=name, **arguments)
+        errors[name] = [np.sqrt(np.mean((np.float64(a) - b) ** 2)) for a, b in zip(found, expected, strict=True)]
+    assert all(np.array(errors["mosaic"]) <= 1.1 * np.array(errors["xla"]))
+
+
+def test_under_vmap_and_checkpoint():
+    """Instances that draw for themselves, which are not made one batch; and the same results when computed again."""
+    arrays = [np.float32(array) for array in random_arguments(64, (2, 1), (4, 4), (3, 1))]
+    arguments = {"pattern": [Segments(64), Window(9)], "is_causal": True, "dropout_rate": 0.3}
+    seeds = jnp.arange(3, dtype=jnp.uint32)
+
+    def attend(implementation, seed, *arrays):
+        function = functools.partial(
+            ring_dilated_attention, implementation=implementation, dropout_seed=seed, **arguments
+        )
+        return jax.vjp(jax.checkpoint(function), *arrays)[1](arrays[0])
+
+    found, expected = (jax.jit(jax.vmap(functools.partial(attend, name)))(seeds, *arrays) for name in ("mosaic", "xla"))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "words"),
+    [
+        ("float16", {}, "in bfloat16 and float32, and query is of float16"),
+        ("float32", {"platform": "cpu"}, "it runs on TPUs, and the devices are of platform 'cpu'"),
+        ("float32", {"unmapped": ("data",)}, r"say with spec=P\(...\) what they cut"),
+        ("float32", {"precision": "high"}, "at the default precision or the highest"),
+    ],
+)
+def test_what_it_cannot_serve(dtype, more, words):
+    array = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+    request = Request(array, array, array, **{"platform": "tpu", **more})
+    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    assert re.search(words, Mosaic().obstacle(request, branch))
+
+
+def test_a_named_implementation_that_cannot_serve_is_an_error():
+    arrays = [jnp.asarray(array, jnp.float16) for array in random_arguments(16)]
+    with pytest.raises(ValueError, match="implementation='mosaic' cannot serve: it computes in bfloat16 and float32"):
+        ring_dilated_attention(*arrays, segment_lengths=(8,), dilation_rates=(1,), implementation="mosaic")
