@@ -33,11 +33,15 @@ DENSE = (LENGTH,), (1,)
 PATTERN = (2048, 16384, LENGTH), (1, 4, 16)
 HALOS = {"Window(4096)": (Window(4096),), "Window(20000)": (Window(20000),), "Segments(3000)": (Segments(3000),)}
 LONGNET = (8192, 16384, 32768, 65536, 131072), (1, 2, 4, 8, 16)
+MILLION = (65536, 131072, 262144, 524288, 1048576), (1, 2, 4, 8, 16)  # of a million tokens
 TOPOLOGIES = {
     "8 H100s": ("h100", "1x1x8"),
     "4 x 8 H100s": ("h100", "1x4x8"),
     "v5e:2x4": ("v5e", "2x4"),
+    "v5e:4x4": ("v5e", "4x4"),
     "v5e:4x8": ("v5e", "4x8"),
+    "v5p:2x2x2": ("v5p", "2x2x2"),
+    "v6e:2x4": ("v6e", "2x4"),
 }
 # All of several permutes overlap: the compiler's own limit is one at a time.
 OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
@@ -57,8 +61,8 @@ FLAGS = {
 @functools.cache
 def devices(kind: str, topology: str) -> list[Any]:
     """Returns the devices of a topology, none of which need exist."""
-    if kind == "v5e":
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{topology}").devices
+    if kind != "h100":
+        return topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{topology}").devices
     target = (Path(__file__).parent / "h100.txtpb").read_text()
     return topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology=topology, target_config=target

@@ -12,7 +12,8 @@ from ringjax._hlo import arrays_in, computations, groups_of
 def loop_permutes(text: str) -> list[bool]:
     """Returns for each permute inside a loop of a scheduled program whether blocks are computed between start and end.
 
-    Blocks are computed by loops, or by kernels, which stand in a conditional where the case of a meeting is data.
+    Blocks are computed by loops, or by kernels, which stand in a conditional where the case of a meeting is data. What
+    is small is hidden by sums as well, of arrays so much larger that memory takes longer for them than links for it.
     """
     lines_of = computations(text)
     bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
@@ -25,7 +26,7 @@ def entry_permutes(text: str) -> list[bool]:
 
 
 def _hidden(lines: list[str]) -> list[bool]:
-    computes = re.compile(r" (while|conditional)\(|__cudnn")
+    computes = re.compile(r" (while|conditional)\(|__cudnn|tpu_custom_call")
     found = []
     for index, line in enumerate(lines):
         if re.search(r" collective-permute\(", line):  # synchronous: nothing runs meanwhile
@@ -33,7 +34,8 @@ def _hidden(lines: list[str]) -> list[bool]:
         name = re.search(r"%?([\w.\-]+) = .*collective-permute-start\(", line)
         if name:
             end = next(i for i, other in enumerate(lines) if re.search(rf"-done\(%?{re.escape(name[1])}\)", other))
-            found.append(any(map(computes.search, lines[index:end])))
+            most = max((max(array_sizes(other)) for other in lines[index:end] if " fusion(" in other), default=0)
+            found.append(any(map(computes.search, lines[index:end])) or most >= 64 * max(array_sizes(line)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Programs compiled for H100s and a TPU v5e: what they communicate and when, and the memory that they take.
+"""Programs compiled for H100s and TPUs: what they communicate and when, and the memory that they take.
 
 Needs the plugins of jax for CUDA and TPU beside it, of its own version, but no such device; run with `-m aot`.
 """
@@ -18,6 +18,7 @@ from test_four_axes import compile_training_step, crossed_axes
 from benchmarks.ahead_of_time import (
     HALOS,
     HEADS,
+    MILLION,
     OVERLAP,
     PATTERN,
     TOKENS,
@@ -28,6 +29,7 @@ from benchmarks.ahead_of_time import (
     peak,
     sent,
 )
+from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
 from ringjax._cost import Work, messages
@@ -47,13 +49,18 @@ NOT_OVERLAPPING = {
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [*((name, "xla") for name in TOPOLOGIES), ("8 H100s", "cudnn"), ("4 x 8 H100s", "cudnn")],
+    [
+        *((name, "xla") for name in ("8 H100s", "4 x 8 H100s", "v5e:2x4")),
+        *((name, "cudnn") for name in ("8 H100s", "4 x 8 H100s")),
+        *((name, "mosaic") for name in ("v5e:4x8", "v6e:2x4")),
+        pytest.param("v5p:2x2x2", "mosaic", marks=pytest.mark.slow),
+    ],
 )
 def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation, gradient):
     length = TOKENS * len(devices(*TOPOLOGIES[name]))
     pattern = (length,), (1,)
     text = compile_for(name, gradient, length=length, pattern=pattern, implementation=implementation).as_text()
-    assert ("__cudnn" in text) == (implementation == "cudnn")
+    assert ("__cudnn" in text, "ringjax_forward" in text) == (implementation == "cudnn", implementation == "mosaic")
     permutes = loop_permutes(text)
     assert permutes
     assert all(permutes)
@@ -129,7 +136,7 @@ def test_rings_beside_other_axes_overlap():
     sharding = NamedSharding(mesh, P("data", "seq", "tensor"))
     array = jax.ShapeDtypeStruct((2, 8 * TOKENS, 2 * HEADS, WIDTH), jnp.bfloat16, sharding=sharding)
     attend = lambda *arrays: ring_dilated_attention(
-        *arrays, segment_lengths=(8 * TOKENS,), dilation_rates=(1,), is_causal=True, mesh=mesh
+        *arrays, pattern=[Segments(8 * TOKENS)], is_causal=True, mesh=mesh, spec=P(*names[::2], names[1])
     )
     results = lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0])
     with jax.enable_x64(False):
@@ -167,6 +174,43 @@ def test_memory_of_the_gradient():
     assert peak(pattern=PATTERN, implementation="cudnn") <= 12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_million_tokens_fit_sixteen_chips(gradient):
+    """In five branches of sixteen heads, on TPUs of 16 GB."""
+    compiled = compile_for("v5e:4x4", gradient, length=2**20, pattern=MILLION, heads=16, implementation=None)
+    assert compiled.memory_analysis().peak_memory_in_bytes <= 0.6 * 16 * 2**30
+
+
+# What the kernels cost on one chip, counted: the most bundles over the bound, and the least use of the matrix units.
+GRADIENTS = {("query_gradient", "whole"): (1, 0.80), ("query_gradient", "one part"): (1, 0.80)}
+GRADIENTS |= {("key_gradient", "whole"): (1, 0.85), ("key_gradient", "one part"): (1, 0.85)}
+BARS = {
+    ("v5e", "plain"): {("forward", "whole"): (1.10, 0.87), ("forward", "cut"): (1.25, 0.78), **GRADIENTS},
+    ("v6e", "plain"): {("forward", "whole"): (1, 0.68), ("key_gradient", "whole"): (1, 0.85)},
+    ("v5e", "dropout"): {("forward", "whole"): (1.60, 0)},
+    ("v5e", "soft cap"): {("forward", "whole"): (1.30, 0)},
+    ("v5p", "plain"): {("forward", "whole"): (1.10, 0.86), ("forward", "cut"): (1.25, 0.78), **GRADIENTS},
+}
+SLOW_BARS = (("v5e", "soft cap"), ("v5p", "plain"))
+
+
+@pytest.mark.parametrize(
+    ("chip", "program"),
+    [pytest.param(*one, marks=[pytest.mark.slow] if one in SLOW_BARS else []) for one in BARS],
+)
+def test_bundles_of_the_kernels_for_tpus(chip, program):
+    found = counted(chip, program)
+    rows = {(row["kernel"], row["case"]): row for row in rows_of(chip, program, found)}
+    for (kernel, case), (most_bundles, least_busy) in BARS[chip, program].items():
+        row = rows[kernel, case]
+        assert row["MXU busy"] >= least_busy
+        assert row.get("bundles over bound", 0) <= most_bundles
+    if program == "plain":
+        # A pair of LongNet's branches costs what one of dense segments of the same rows does.
+        assert all(ratio <= 1.05 for ratio in longnet(found).values())
+
+
 def test_memory_shrinks_with_the_devices():
     # In units of a device's queries: a ring of two has no gradient on its way while another is computed. Both together
     # are 0.28 in bytes, with a quarter of the tokens; each is held by itself, so that either may shrink.
@@ -183,11 +227,22 @@ def test_what_is_sent_is_what_the_schedule_says(is_causal, gradient):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_the_kernel_is_chosen_where_it_can_serve(gradient):
-    """On H100s it is for all branches, on TPUs for none: local ones, in one call, and rings, one call for each case."""
-    calls = lambda name: compile_for(name, gradient, pattern=PATTERN, implementation=None).as_text().count('="__cudnn')
+    """For all branches: local ones, in one call, and rings, on GPUs with one call for each case."""
+    texts = {
+        name: compile_for(name, gradient, pattern=PATTERN, implementation=None).as_text()
+        for name in ("8 H100s", "v5e:2x4")
+    }
     of_meetings = 4  # a local one, and the three cases of a ring
-    assert calls("8 H100s") >= of_meetings * (2 if gradient else 1)
-    assert calls("v5e:2x4") == 0
+    assert texts["8 H100s"].count('="__cudnn') >= of_meetings * (2 if gradient else 1)
+    names = ("forward", "query_gradient", "key_gradient") if gradient else ("forward",)
+    if gradient:  # in no more memory
+        programs = {name: compile_for("v5e:2x4", True, pattern=PATTERN, implementation=name) for name in (None, "xla")}
+        peaks = {name: program.memory_analysis().peak_memory_in_bytes for name, program in programs.items()}
+        assert peaks[None] <= peaks["xla"]
+    for name in names:
+        assert len(re.findall(rf"%ringjax_{name}\S* = .*custom-call\(", texts["v5e:2x4"])) >= 2
+    assert " dot(" not in texts["v5e:2x4"]
+    assert " convolution(" not in texts["v5e:2x4"]
 
 
 @pytest.mark.parametrize(("gradient", "count"), [(False, 1), (True, 5)])
