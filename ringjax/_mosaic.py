@@ -26,6 +26,7 @@ from ringjax._tpu import LANES, Stats
 # The rows of tiles of queries and of keys, by the kind of the device; 512 each on others. More compute longer for what
 # is read, which the v6e with its many products needs.
 TILE_ROWS = {"v6": (1024, 512)}
+MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
 # The most rows that come by in a step, and the numbers of tiles that these may be.
 STEP_ROWS = 2048
 _PARTS = 4, 2, 1
@@ -76,7 +77,7 @@ class Mosaic(Implementation):
     def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
         sizes = (size for part, size in TILE_ROWS.items() if part in request.device_kind)
-        rows = next(sizes, (512, 512)) if request.block_size is None else 2 * (request.block_size,)
+        rows = next(sizes, (512, 512)) if request.block_size is None else 2 * (min(request.block_size, MAX_TILE_ROWS),)
         return dataclasses.replace(branch.in_whole_chunks(), tile_rows=rows)
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:

@@ -24,6 +24,7 @@ from ringjax._tpu_call import KEYS, QUERIES, Call, Sizes, launch
 
 LANES = 128  # the columns of a register
 _LOG2E = 1 / math.log(2)
+_HALVED_ROWS = 512  # the rows of tiles of queries that are computed in halves
 # What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
 _LEAST = -0.7 * float(np.finfo(np.float32).max)
 
@@ -170,22 +171,29 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
 
     def attend(columns: Any, part: Any, is_cut: bool) -> None:
-        at = pl.ds(part * rows, rows)
-        scores = _scores(query_ref[0], key_ref[0, at, :], weighting)  # [Rq, Rk]
+        # In halves of some size, and with nothing else to do, one's weights are made while the other's are multiplied.
+        num_queries = sizes.rows[QUERIES]
+        is_busy = is_cut or weighting.dropout_rate or weighting.logits_soft_cap is not None
+        size = num_queries if is_busy or num_queries != _HALVED_ROWS else num_queries // 2
+        for start in range(0, num_queries, size):
+            attend_from(slice(start, start + size), columns, pl.ds(part * rows, rows), is_cut)
+
+    def attend_from(some: slice, columns: Any, at: Any, is_cut: bool) -> None:
+        scores = _scores(query_ref[0, some, :], key_ref[0, at, :], weighting)  # [Rq, Rk]
         masks = _widen(columns, rows), _rows(key_mask, at)
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
         # The maximum is one of powers of two, and in all lanes.
-        before = maximum_ref[...]
+        before = maximum_ref[some]
         maximum = jnp.maximum(before, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
         weights = jnp.exp2(scores * unit - _widen(maximum, rows))
         decay = jnp.exp2(before - maximum)
-        total_ref[...] = decay * total_ref[...] + weights.sum(axis=1, keepdims=True)
-        maximum_ref[...] = maximum
+        total_ref[some] = decay * total_ref[some] + weights.sum(axis=1, keepdims=True)
+        maximum_ref[some] = maximum
         if weighting.dropout_rate:
             weights = _drop(weights, masks, weighting.dropout_rate)
         added = _multiply(weights.astype(value_ref.dtype), value_ref[0, at, :], (1, 0), weighting)  # [Rq, V]
-        sum_ref[...] = sum_ref[...] * _widen(decay, width) + added
+        sum_ref[some] = sum_ref[some] * _widen(decay, width) + added
 
     _for_parts(step, sizes.parts[KEYS], prepare, attend, has_cut_path=True)
 
