@@ -5,6 +5,7 @@ Letters: L lists, one for each batch of masks; I tiles that stay, J tiles that c
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -77,29 +78,27 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
     meets, is_whole = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in visits)
     meets, is_whole = (array.reshape(*array.shape[:2], -1, parts) for array in (meets, is_whole))  # [L, I, J, P]
     lists, rows, columns, _ = meets.shape
+    number, row, column = _numbers(lists, rows, columns)
     some, every, whole = meets.any(axis=-1), meets.all(axis=-1), (meets & is_whole).all(axis=-1)
     case = jnp.where(whole, WHOLE, jnp.where(every, CUT, jnp.where(some, SOME, NOTHING)))
     bits = jnp.sum(meets.astype(jnp.int32) << _PARTS + jnp.arange(parts, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
-    note = case.astype(jnp.int32) | bits | _numbers(lists, rows, columns)[0] << _LIST
+    note = case.astype(jnp.int32) | bits | number << _LIST
     # A tile that meets none takes the first step, and finds nothing.
-    is_step = some | ~some.any(axis=2, keepdims=True) & (jnp.arange(columns) == 0)
-    return _list_steps(is_step, note)
+    is_step = some | ~some.any(axis=2, keepdims=True) & (column == 0)
+    return _list_steps(is_step, row << _HALF | column, note)
 
 
-def _list_steps(is_step: Bool[Array, "L I J"], note: Int[Array, "L I J"]) -> TileList:
-    size = is_step.size
-    _, row, column = _numbers(*is_step.shape)
-    count = is_step.sum(dtype=jnp.int32)
-    number = jnp.arange(size, dtype=jnp.int32)
-    order = jnp.sort(jnp.where(is_step.reshape(-1), number, size))  # those that are none come last
-    order = jnp.where(number < count, order, order[count - 1])
-    take = lambda array: array.reshape(-1)[order]
-    row = take(jnp.broadcast_to(row, is_step.shape))
-    tile, of_row = row << _HALF | take(jnp.broadcast_to(column, is_step.shape)), order // is_step.shape[2]
-    is_new = jnp.append(True, of_row[1:] != of_row[:-1])
-    is_last = jnp.append(is_new[1:], True) | (number == count - 1)
+def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:
+    size, columns = is_step.size, is_step.shape[2]
+    flat = lambda array: jnp.broadcast_to(array, is_step.shape).reshape(-1)
+    # By their numbers; entries that are no steps come last, behind the length. One sort, as gathers are slow on TPUs.
+    number = jnp.where(flat(is_step), jnp.arange(size, dtype=jnp.int32), size)
+    number, tiles, notes = jax.lax.sort((number, flat(tile), flat(note)), num_keys=1, is_stable=False)
+    row = number // columns
+    is_new = jnp.append(True, row[1:] != row[:-1])
+    is_last = jnp.append(is_new[1:], True)
     edges = is_new.astype(jnp.int32) << _FIRST | is_last.astype(jnp.int32) << _LAST
-    return TileList(tile, take(note) | edges, count)
+    return TileList(tiles, notes | edges, is_step.sum(dtype=jnp.int32))
 
 
 def _numbers(*shape: int) -> list[Array]:
