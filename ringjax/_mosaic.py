@@ -32,8 +32,6 @@ STEP_ROWS = 2048
 _PARTS = 4, 2, 1
 # What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
 _NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
-
-
 _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
 
 

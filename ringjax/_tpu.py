@@ -28,7 +28,6 @@ _HALVED_ROWS = 512  # the rows of tiles of queries that are computed in halves
 # What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
 _LEAST = -0.7 * float(np.finfo(np.float32).max)
 
-
 Sums = tuple[Array, ...]
 
 
@@ -184,10 +183,10 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
         # The maximum is one of powers of two, and in all lanes.
-        before = maximum_ref[some]
-        maximum = jnp.maximum(before, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
+        former = maximum_ref[some]
+        maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
         weights = jnp.exp2(scores * unit - _widen(maximum, rows))
-        decay = jnp.exp2(before - maximum)
+        decay = jnp.exp2(former - maximum)
         total_ref[some] = decay * total_ref[some] + weights.sum(axis=1, keepdims=True)
         maximum_ref[some] = maximum
         if weighting.dropout_rate:

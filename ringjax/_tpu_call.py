@@ -4,7 +4,6 @@ Letters: B batch, K key/value heads, N query heads, G of them for each key/value
 with one chunk. In a step of a kernel a tile of one side stays, while some tiles of the other side come by: its parts.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -223,15 +222,11 @@ def _in_bands(
 
     def run_band(band: Any) -> list[Array]:
         visits, some = band
-        return run(
-            Visits(*visits), [own if part is None else part for part, own in zip(some, arrays, strict=True)], cut
-        )
+        whole = [own if part is None else part for part, own in zip(some, arrays, strict=True)]
+        return run(Visits(*visits), whole, cut)
 
-    shapes = [jax.eval_shape(functools.partial(split, axis=out.axis), out.array) for out in outs]
-    cut = [
-        out._replace(array=jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype))
-        for out, shape in zip(outs, shapes, strict=True)
-    ]
-    staying = [split(leaf.array, leaf.axis) if leaf.side == sizes.stays else None for leaf in leaves]
-    found = jax.lax.map(run_band, (tuple(split(array, 1) for array in visits), staying))
+    of_band = jax.eval_shape(lambda: [split(jnp.zeros(out.array.shape, jnp.float32), out.axis)[0] for out in outs])
+    cut = [out._replace(array=shape) for out, shape in zip(outs, of_band, strict=True)]
+    stay = [split(leaf.array, leaf.axis) if leaf.side == sizes.stays else None for leaf in leaves]
+    found = jax.lax.map(run_band, (tuple(split(array, 1) for array in visits), stay))
     return [jnp.moveaxis(array, 0, out.axis).reshape(out.array.shape) for array, out in zip(found, outs, strict=True)]
