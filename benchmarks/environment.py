@@ -56,5 +56,7 @@ def _interpreter(name: str, python: str) -> str:
 
 
 def _run(*command: str) -> Any:
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | VARIABLES)
+    # Where this process has the TPUs' compiler, jax names it here, and another environment has its own.
+    environment = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"} | VARIABLES
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])
