@@ -83,6 +83,7 @@ def compile_for(
     in_natural_order: bool = False,
     kv_heads: int | None = None,
     strategy: Any = "ring",
+    has_documents: bool = False,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
     kind, topology = TOPOLOGIES[name]
@@ -95,14 +96,21 @@ def compile_for(
     )
     branches = pattern if isinstance(pattern[0], Branch) else DilatedPattern.of_lengths(*pattern)
 
-    def attend(*arrays: jax.Array) -> Any:
+    more: Any = {"documents_are_sorted": True} if has_documents else {}
+    documents = [jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)] if has_documents else []
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, *documents: jax.Array) -> Any:
         return ring_dilated_attention(
-            *arrays,
+            query,
+            key,
+            value,
             pattern=branches,
+            document_ids=documents[0] if documents else None,
             is_causal=is_causal,
             strategy=strategy,
             implementation=implementation,
             mesh=mesh,
+            **more,
         )
 
     def total(*arrays: jax.Array) -> jax.Array:
@@ -110,7 +118,7 @@ def compile_for(
 
     function = jax.grad(total, (0, 1, 2)) if gradient else attend
     with jax.enable_x64(False):  # as programs are by default
-        lowered = jax.jit(function).lower(query, key, key)
+        lowered = jax.jit(function).lower(query, key, key, *documents)
         return lowered.compile(dict(options or (OVERLAP if kind == "h100" else ())))
 
 

@@ -22,7 +22,20 @@ REQUIREMENTS = {
         f"jax-cuda12-pjrt=={jax.__version__}",
         "nvidia-cuda-nvcc-cu12",
     ),
+    # XLA asks cuDNN from jax 0.12 on; later versions of cuDNN do not know the description of the device.
+    "cudnn": (
+        str(ROOT),
+        "jax==0.12.0.1",
+        "jax-cuda12-plugin==0.12.0.1",
+        "jax-cuda12-pjrt==0.12.0.1",
+        "nvidia-cuda-nvcc-cu12",
+        "nvidia-cudnn-cu12==9.23.2.1",
+        "nvidia-cublas-cu12",
+        "nvidia-cuda-nvrtc-cu12",
+        "nvidia-cuda-runtime-cu12",
+    ),
 }
+PYTHONS = {"peers": "python3.11", "plugins": sys.executable, "cudnn": "python3.12"}
 
 # Plugins compile for their devices but must not look for them.
 VARIABLES = {
@@ -35,28 +48,41 @@ VARIABLES = {
 
 def run_peer(script: str, *arguments: int | str) -> Any:
     """Runs a script of the peers; returns what it prints as JSON."""
-    return _run(_interpreter("peers", "python3.11"), str(PEERS / script), *map(str, arguments))
+    return _run(_interpreter("peers"), str(PEERS / script), *map(str, arguments))
 
 
-def run_module(module: str, *arguments: str, environment: str | None = None) -> Any:
-    """Runs a module of these benchmarks in a process of its own; returns what it prints as JSON."""
-    python = _interpreter(environment, sys.executable) if environment else sys.executable
-    return _run(python, "-m", module, *arguments)
+def run_module(module: str, *arguments: str, environment: str | None = None, libraries: str | None = None) -> Any:
+    """Runs a module of these benchmarks in a process of its own; returns what it prints as JSON.
+
+    `libraries` are the folders of libraries that it finds before others.
+    """
+    python = _interpreter(environment) if environment else sys.executable
+    return _run(python, "-m", module, *arguments, libraries=libraries)
 
 
-def _interpreter(name: str, python: str) -> str:
-    """Returns the interpreter of an environment, which it makes in the temporary folder if it is not there."""
+def folder_of(name: str) -> Path:
+    """Returns the folder of an environment, which is made in the temporary folder if it is not there."""
+    return Path(_interpreter(name)).parent.parent
+
+
+def _interpreter(name: str) -> str:
+    """Returns the interpreter of an environment."""
     folder = Path(tempfile.gettempdir()) / f"ringjax-{name}"
     interpreter = folder / "bin" / "python"
     if not (folder / "ready").exists():
-        subprocess.run([python, "-m", "venv", folder], check=True)
+        subprocess.run([PYTHONS[name], "-m", "venv", folder], check=True)
         subprocess.run([interpreter, "-m", "pip", "install", "-q", *REQUIREMENTS[name]], check=True)
         (folder / "ready").touch()
     return str(interpreter)
 
 
-def _run(*command: str) -> Any:
-    # Where this process has the TPUs' compiler, jax names it here, and another environment has its own.
-    environment = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"} | VARIABLES
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+def _run(*command: str, libraries: str | None = None) -> Any:
+    # Where this process has the TPUs' compiler, jax names it here, and another environment has its own; another version
+    # of XLA does not know all flags of this one.
+    dropped = {"TPU_LIBRARY_PATH"} | ({"XLA_FLAGS"} if libraries else set())
+    environment = {name: value for name, value in os.environ.items() if name not in dropped} | VARIABLES
+    environment |= {"LD_LIBRARY_PATH": libraries} if libraries else {}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    sys.stderr.write(done.stderr)
+    done.check_returncode()
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -213,7 +213,7 @@ def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementat
         for step in range(branch.num_shards):
             source = branch.source(shard, step)
             sides = implementation.see_queries(slots(shard)), implementation.see_keys(slots(source))
-            keys, meeting = Keys(*chunks[source][1:]), Meeting(branch, *sides)
+            keys, meeting = Keys(*chunks[source][1:]), Meeting(branch, *sides, hops=step)
             partial = implementation.forward(query, keys, meeting, weighting, partial)
         return implementation.finish(partial)
 
@@ -265,6 +265,70 @@ def _errors(function: Any, arrays: Arrays, pattern: Any, is_causal: bool) -> dic
     }
 
 
+def packed_documents() -> list[dict[str, Any]]:
+    """16 packed documents, causal: the time of the same documents one by one over theirs, and XLA's over theirs."""
+    rows, length, count = [], 32768 // SHRINK, 16
+    for width in WIDTHS:
+        arrays = random(length, width)
+        ids = jnp.arange(length)[None] // (length // count)
+        attend = functools.partial(_attend_to_documents, ids)
+        calls = directions(functools.partial(attend, name=KERNEL), arrays)
+        one_by_one = tuple(array.reshape(count, -1, HEADS, width) for array in arrays)
+        alone = directions(functools.partial(dense, is_causal=True), one_by_one)
+        row: dict[str, Any] = {"H": width, "T": length, "documents": count}
+        names = ("forward", "backward")
+        row |= {f"{name}, over one by one": 1 / ratio for name, ratio in compare(calls, alone, names).items()}
+        by_xla = directions(functools.partial(attend, name="xla"), arrays)
+        row |= {f"{name}, faster than XLA": ratio for name, ratio in compare(calls, by_xla, names).items()}
+        row["largest difference to XLA over its spread"] = _error_beside(calls, by_xla)
+        rows.append(row)
+    return rows
+
+
+def _attend_to_documents(ids: jax.Array, *arrays: jax.Array, name: Any) -> Any:
+    return ringjax.ring_dilated_attention(
+        *arrays,
+        pattern=[ringjax.Segments(ids.shape[1])],
+        is_causal=True,
+        document_ids=ids,
+        documents_are_sorted=True,
+        implementation=name,
+    )
+
+
+def windows() -> list[dict[str, Any]]:
+    """A causal window of 1024: its rate over that of cuDNN's own window, and over XLA's."""
+    rows, length, size = [], 32768 // SHRINK, 1024 // SHRINK
+    for width in WIDTHS:
+        arrays = random(length, width)
+        attend = lambda *arrays, name: ringjax.ring_dilated_attention(
+            *arrays, pattern=[ringjax.Window(size)], is_causal=True, implementation=name
+        )
+        own = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, local_window_size=(size - 1, 0), implementation=KERNEL
+        )
+        calls = directions(functools.partial(attend, name=KERNEL), arrays)
+        row: dict[str, Any] = {"H": width, "T": length, "window": size}
+        names = ("forward", "backward")
+        row |= {
+            f"{name}, rate over cuDNN's": ratio
+            for name, ratio in compare(calls, directions(own, arrays), names).items()
+        }
+        by_xla = directions(functools.partial(attend, name="xla"), arrays)
+        row |= {f"{name}, faster than XLA": ratio for name, ratio in compare(calls, by_xla, names).items()}
+        row["largest difference to XLA over its spread"] = _error_beside(calls, by_xla)
+        rows.append(row)
+    return rows
+
+
+def _error_beside(calls: dict[str, Call], others: dict[str, Call]) -> float:
+    """The largest difference of the outputs and the gradients, over the spread of each."""
+    found, expected = (
+        [np.asarray(x, np.float64) for x in jax.tree.leaves(one["gradient"]())] for one in (calls, others)
+    )
+    return max(float(np.abs(a - b).max() / b.std()) for a, b in zip(found, expected, strict=True))
+
+
 def longest() -> list[dict[str, Any]]:
     """The longest sequence of a power of two whose LongNet gradient runs: 16 heads of width 128."""
     width, length, found = WIDTHS[-1], 2**20 // SHRINK, 0
@@ -292,7 +356,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     lines = []
-    for measure in (errors, one_branch, longnet, share_of_selection, emulated_ring, longest):
+    for measure in (errors, packed_documents, windows, one_branch, longnet, share_of_selection, emulated_ring, longest):
         begin = time.perf_counter()
         rows = measure()
         jax.clear_caches()

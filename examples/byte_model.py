@@ -43,6 +43,7 @@ class Block(nnx.Module):
             segment_lengths=segment_lengths,
             dilation_rates=dilation_rates,
             is_causal=True,
+            documents_are_sorted=True,
             rope_theta=10_000.0,
             use_bias=False,
             dtype=dtype,

@@ -150,6 +150,35 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
     return of_queries, of_keys[0] if of_keys else of_queries
 
 
+def read_order(documents_are_sorted: Any, document_ids: Any = None) -> bool:
+    """Returns whether documents do not decrease, as the caller says or as known numbers are.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if documents_are_sorted not in (None, True, False):
+        raise TypeError(f"documents_are_sorted={documents_are_sorted!r} must be True, False or None")
+    given = document_ids if isinstance(document_ids, tuple | list) else (document_ids,)
+    if document_ids is None or any(isinstance(ids, Tracer) for ids in given):
+        return bool(documents_are_sorted)
+    is_sorted = all(map(_is_sorted, given))
+    if documents_are_sorted and not is_sorted:
+        raise ValueError(
+            "documents_are_sorted=True, but document_ids decrease, or negative ones stand inside a document: number "
+            "documents in their order, or leave it out"
+        )
+    return is_sorted and documents_are_sorted is not False
+
+
+def _is_sorted(ids: Any) -> bool:
+    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+        return False
+    ids = np.asarray(ids).reshape(-1, np.shape(ids)[-1])
+    before = np.maximum.accumulate(np.pad(ids, ((0, 0), (1, 0)), constant_values=-1), axis=1)[:, :-1]
+    follows = ids == np.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    return bool(((ids < 0) | (ids > before) | follows).all())
+
+
 def _narrow(name: str, ids: Any) -> Int[Array, "..."]:
     """Returns document numbers in 32 bits at most."""
     bounds = jnp.iinfo(jnp.int32)

@@ -18,6 +18,7 @@ from ringjax._arguments import (
     check_numbers,
     check_positions,
     read_documents,
+    read_order,
     read_seed,
 )
 from ringjax._block import Weighting, accumulation_dtype
@@ -52,6 +53,7 @@ class Options(TypedDict, total=False):
     merge: Merge
     heads: Heads
     document_ids: Documents | None
+    documents_are_sorted: bool | None
     query_offset: Any
     logits_soft_cap: float | None
     sinks: Array | None
@@ -91,6 +93,7 @@ def ring_dilated_attention(
     merge: Merge = "lse",
     heads: Heads = "all",
     document_ids: Documents | None = None,
+    documents_are_sorted: bool | None = None,
     query_offset: int | Integer[Array, ""] = 0,
     logits_soft_cap: float | None = None,
     sinks: Float[Array | np.ndarray, "..."] | None = None,
@@ -136,6 +139,9 @@ def ring_dilated_attention(
       document_ids: integers [..., T], or a pair of [..., T] and [..., S] for queries and keys; any where S is not T.
         Tokens attend to those of their own document alone, those of negative numbers to none: they give zeros. Tiles
         whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked where they are known.
+      documents_are_sorted: whether the numbers of documents do not decrease along a sequence, and negative ones stand
+        only between documents or at the ends: then cuDNN's kernel serves packed documents. By default so where the
+        numbers are known and are sorted. Where they are not, and it matters to the kernel, the results are NaN.
       query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
         2**31 - 1. Each integer is a program of its own; an array of one serves all offsets with one program, in which
         shards rotate as if queries were anywhere.
@@ -200,6 +206,7 @@ def ring_dilated_attention(
     check_exchange_size(exchange_size, strategy)
     check_mesh(mesh, axis_name, spec)
     documents = read_documents(document_ids, query, key)
+    is_sorted = read_order(documents_are_sorted, document_ids)
     sinks = read_sinks(sinks, query)
     seed = read_seed(dropout_seed, dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
@@ -247,6 +254,7 @@ def ring_dilated_attention(
             placement.device_kind,
             None if block_size is None else int(block_size),
             precision,
+            is_sorted,
         ),
         work=_work(query, key, value, documents[0], pattern, placement, has_lse),
     )

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ringjax._block import Keys
 from ringjax._fused import FusedQueries
+from ringjax._pieces import Pairs
+from ringjax._spans import Span
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _jax
@@ -28,8 +30,8 @@ _NAMES = (
     "_dot_product_attention_fwd_impl",
     "_dot_product_attention_bwd_impl",
 )
-# The arrays that the primitives take after query, key and value, and do not need; then the parameters of both.
-_UNUSED_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
+# The arrays that the primitives take after query, key and value; then the parameters of both.
+_MORE_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
 _PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
 
@@ -62,7 +64,7 @@ def _find_missing(module: Any) -> str | None:
         if not hasattr(getattr(module, name, None), "bind"):
             return f"this version of jax has no primitive {name}"
         names = list(inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters)
-        arrays = 3 + _UNUSED_ARRAYS + (3 if direction == "bwd" else 0)
+        arrays = 3 + _MORE_ARRAYS + (3 if direction == "bwd" else 0)
         if "score_mod_args" in names:  # none of them is passed
             names.remove("score_mod_args")
         known = {*_PARAMETERS, *_NEWER_PARAMETERS, "is_training"}
@@ -77,7 +79,7 @@ def _most_width() -> int:
     return 256 if is_hopper else 128
 
 
-def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0) -> str | None:
+def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_spans: bool = False) -> str | None:
     """Returns why cuDNN cannot compute such arrays on such a platform, None where it can.
 
     Gradients may ask for arrays that are wider by `widening`.
@@ -88,7 +90,17 @@ def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0)
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
     if not query.dtype == key.dtype == value.dtype:
         return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
-    return _missing() or _too_wide(query.shape[-1], value.shape[-1], widening)
+    reason = _missing() or _too_wide(query.shape[-1], value.shape[-1], widening)
+    return reason or (_no_spans(query.shape[-2] != key.shape[-2]) if has_spans else None)
+
+
+def _no_spans(is_grouped: bool) -> str | None:
+    """Returns why cuDNN cannot compute rows of several documents."""
+    if jax.default_backend() == "gpu" and not _jax.check_compute_capability("9.0"):  # type: ignore[union-attr]
+        return "rows of several documents need a GPU of compute capability 9.0 at least"
+    if is_grouped and "score_mod" not in inspect.signature(_jax._dot_product_attention_fwd_impl).parameters:  # type: ignore[union-attr]
+        return "before jax 0.12, rows of several documents need as many key/value heads as query heads"
+    return None
 
 
 def _too_wide(width: int, value_width: int, widening: int) -> str | None:
@@ -104,24 +116,61 @@ def attend(
     query: Float[Array, "B Rq N H"],
     key: Float[Array, "B Rk K H"],
     value: Float[Array, "B Rk K V"],
-    is_causal: bool,
+    pairs: Pairs,
     scale: float,
 ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
-    """Returns the output and the lse of each row."""
-    out, lse = _bind("fwd", (query, key, value), is_causal, scale, is_training=True)
-    return out, lse.swapaxes(1, 2)
+    """Returns the output and the lse of each row: zeros and -inf for one outside of all spans."""
+    pairs = _two_spans(pairs)
+    out, stats = _bind("fwd", (query, key, value), pairs, scale, is_training=True)
+    if pairs.spans is None:
+        return out, stats.swapaxes(1, 2)
+    of_queries, _ = pairs.spans
+    lse, is_inside = _take_from_spans(stats, of_queries), of_queries.contains(query.shape[1])
+    # Elsewhere cuDNN writes nothing.
+    return jnp.where(is_inside[..., None, None], out, 0), jnp.where(is_inside[..., None], lse, -jnp.inf)
 
 
 def differentiate(
-    queries: FusedQueries, keys: Keys, is_causal: bool, scale: float
+    queries: FusedQueries, keys: Keys, pairs: Pairs, scale: float
 ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
     """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
-    dtype = queries.query.dtype
-    given = queries.lse.astype(jnp.float32).swapaxes(1, 2), queries.out.astype(dtype), queries.out_grad.astype(dtype)
-    return _bind("bwd", (queries.query, *keys, *given), is_causal, scale)
+    pairs, dtype, lse = _two_spans(pairs), queries.query.dtype, queries.lse.astype(jnp.float32)
+    stats = lse.swapaxes(1, 2) if pairs.spans is None else _put_in_spans(lse, pairs.spans[0])
+    given = stats, queries.out.astype(dtype), queries.out_grad.astype(dtype)
+    grads = _bind("bwd", (queries.query, *keys, *given), pairs, scale)
+    if pairs.spans is None:
+        return grads
+    sides = pairs.spans[0], *2 * (pairs.spans[1],)
+    inside = (span.contains(grad.shape[1])[..., None, None] for span, grad in zip(sides, grads, strict=True))
+    query_grad, key_grad, value_grad = (jnp.where(*one, 0) for one in zip(inside, grads, strict=True))
+    return query_grad, key_grad, value_grad
 
 
-def _bind(direction: str, arrays: tuple[Array, ...], is_causal: bool, scale: float, **more: Any) -> Any:
+# With spans, cuDNN's statistics of rows have one batch for each span, whose first row is at zero.
+
+
+def _take_from_spans(stats: Float[Array, "BM N R"], span: Span) -> Float[Array, "B R N"]:
+    batch, rows = span.start.shape[0], stats.shape[2]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    number = span.number(rows)  # [B, R]
+    own_row = jnp.clip(row - jnp.take_along_axis(span.start, number, axis=1), 0, rows - 1)
+    of_batch = stats.reshape(batch, -1, *stats.shape[1:])  # [B, M, N, R]
+    return of_batch[jnp.arange(batch)[:, None], number, :, own_row]
+
+
+def _put_in_spans(lse: Float[Array, "B R N"], span: Span) -> Float[Array, "BM N R"]:
+    batch, rows, heads = lse.shape
+    row = jnp.minimum(span.start[..., None] + jnp.arange(rows, dtype=jnp.int32), rows - 1)  # [B, M, R]
+    stats = lse[jnp.arange(batch)[:, None, None], row]  # [B, M, R, N]
+    return stats.swapaxes(2, 3).reshape(-1, heads, rows)
+
+
+def _offsets(span: Span) -> Int[Array, "B more"]:
+    """Returns where spans begin in their batch, and a number that is none."""
+    return jnp.pad(span.start, ((0, 0), (0, 1)), constant_values=-1)
+
+
+def _bind(direction: str, arrays: tuple[Array, ...], pairs: Pairs, scale: float, **more: Any) -> Any:
     module: Any = _jax
     names = inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters
     primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
@@ -130,25 +179,43 @@ def _bind(direction: str, arrays: tuple[Array, ...], is_causal: bool, scale: flo
         seed=0,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=module.MaskType.CAUSAL if is_causal else module.MaskType.NO_MASK,
+        mask_type=module.MaskType[_mask_name(pairs)],
         layout=module.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=pairs.window,
         **{name: value for name, value in _NEWER_PARAMETERS.items() if name in names},
         **more,
     )
 
     # Under vmap more batches: the primitive's own rule fails, in some versions, where not all arrays have them.
     @jax.custom_batching.custom_vmap
-    def bind(*arrays: Array) -> tuple[Array, ...]:
-        unused = [jnp.zeros(0, arrays[0].dtype)] * _UNUSED_ARRAYS
+    def bind(arrays: tuple[Array, ...], spans: tuple[Span, Span] | None) -> tuple[Array, ...]:
+        empty = jnp.zeros(0, arrays[0].dtype)
+        lengths = offsets = (empty, empty)
+        if spans is not None:
+            lengths, offsets = tuple(span.length for span in spans), tuple(map(_offsets, spans))
+        unused = empty, *lengths, *offsets, empty, empty  # the first a bias, the last two page tables
         return tuple(primitive.bind(*arrays[:3], *unused, *arrays[3:], **parameters))
 
     @bind.def_vmap
-    def bind_batches(size: int, is_batched: list[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    def bind_batches(size: int, is_batched: Any, *given: Any) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        arrays, tree = jax.tree.flatten(given)
+        has_size = jax.tree.leaves(is_batched)
         spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
-        whole = [spread(array, has) for array, has in zip(arrays, is_batched, strict=True)]
-        results = bind(*(array.reshape(-1, *array.shape[2:]) for array in whole))
-        results = tuple(array.reshape(size, -1, *array.shape[1:]) for array in results)
+        whole = [spread(array, has) for array, has in zip(arrays, has_size, strict=True)]
+        whole = tree.unflatten(array.reshape(-1, *array.shape[2:]) for array in whole)
+        results = tuple(array.reshape(size, -1, *array.shape[1:]) for array in bind(*whole))
         return results, (True,) * len(results)
 
-    return bind(*arrays)
+    return bind(arrays, pairs.spans)
+
+
+def _mask_name(pairs: Pairs) -> str:
+    names = ["PADDING"] * (pairs.spans is not None) + ["CAUSAL"] * pairs.is_causal
+    return "_".join(names) or "NO_MASK"
+
+
+def _two_spans(pairs: Pairs) -> Pairs:
+    """Adds an empty span where there is but one in each batch, which jax would take for none."""
+    if pairs.spans is None or pairs.spans[0].start.shape[1] > 1:
+        return pairs
+    return pairs._replace(spans=jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, 1))), pairs.spans))

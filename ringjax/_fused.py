@@ -1,10 +1,10 @@
-"""Implementations by a fused kernel: whole chunks of rows, of which all pairs attend, or all up to the diagonal.
+"""Implementations by a fused kernel: whole chunks of rows, of which all pairs attend, or those that it can tell apart.
 
 Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R the slots of a chunk, N all heads.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -14,9 +14,14 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax._block import Keys, Weighting, accumulation_dtype, merge
 from ringjax._meeting import Meeting, Noise, Slots
+from ringjax._pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
+
+# The most spans that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that of
+# the rows twice for each.
+MOST_SPANS = 16, 8
 
 
 @runtime_checkable
@@ -24,18 +29,20 @@ class Kernel(Protocol):
     """A fused kernel; its queries have N heads, its keys and values K, a divisor."""
 
     def attend(
-        self, query: Array, key: Array, value: Array, is_causal: bool, scale: float
+        self, query: Array, key: Array, value: Array, pairs: Pairs, scale: float
     ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
-        """Returns the output and the lse of each row."""
+        """Returns the output and the lse of each row: zeros and -inf for one that attends to none."""
         ...
 
     def differentiate(
-        self, queries: "FusedQueries", keys: Keys, is_causal: bool, scale: float
+        self, queries: "FusedQueries", keys: Keys, pairs: Pairs, scale: float
     ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
         """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
         ...
 
-    def obstacle(self, query: Any, key: Any, value: Any, platform: str, widening: int = 0) -> str | None:
+    def obstacle(
+        self, query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_spans: bool = False
+    ) -> str | None:
         """Returns why it cannot compute such arrays on such a platform, None where it can.
 
         Gradients may ask for arrays that are wider by `widening`.
@@ -79,9 +86,9 @@ class Fused(Implementation):
     is_added_at_once = True
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
-        arrays = request.query, request.key, request.value
-        reason = self.kernel.obstacle(*arrays, request.platform, ALIGNMENT if request.has_lse_grad else 0)
-        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch)
+        arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.has_lse_grad else 0
+        reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(branch, _has_documents(request)))
+        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch, request)
 
     def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
         del request
@@ -95,15 +102,14 @@ class Fused(Implementation):
         """Undoes `lay_out`, given the number of key/value heads."""
         return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=side.num_chunks, K=heads)
 
-    def see_queries(self, slots: Slots, noise: Noise | None = None) -> Array:
-        """Returns the order of a shard's rows among those of others: smaller where the first to compute are earlier."""
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
+        """Returns what is seen of queries."""
         del noise
-        return self.see_keys(slots)
+        return see(slots)
 
-    def see_keys(self, slots: Slots) -> Array:
-        """Returns the order of a shard's rows, as `see_queries` does."""
-        holder, slot = slots.branch.origin(slots.shards[0], 0)
-        return holder * slots.side.num_slots + slot
+    def see_keys(self, slots: Slots) -> ChunkView:
+        """Returns what is seen of keys."""
+        return see(slots)
 
     def start(self, query: Float[Array, "B Rq N H"], value: Float[Array, "B Rk K V"]) -> FusedPartial:
         """Returns the attention on nothing."""
@@ -115,22 +121,29 @@ class Fused(Implementation):
     ) -> FusedPartial:
         """Merges the attention of queries on keys with that on others."""
 
-        def attend(query: Array, keys: Keys, is_causal: bool = False) -> tuple[Array, Array]:
-            out, lse = self.kernel.attend(query, *keys, is_causal, weighting.scale)
-            return out, lse.astype(partial.lse.dtype)
+        def attend(piece: Piece, query: Array, keys: Keys) -> tuple[Array, Array]:
+            some = query[:, piece.queries], *(array[:, piece.keys] for array in keys)
 
-        def all_on_early(query: Array, keys: Keys) -> tuple[Array, Array]:
-            return attend(query, jax.tree.map(_early, keys))
+            def on_spans(pairs: Pairs) -> tuple[Array, Array]:
+                query, key, value = map(piece.turn, some)
+                out, lse = self.kernel.attend(query, key, value, pairs, weighting.scale)
+                return piece.turn(out), piece.turn(lse).astype(partial.lse.dtype)
 
-        def late_on_all(query: Array, keys: Keys) -> tuple[Array, Array]:
-            out, lse = attend(_late(query), keys)
-            return _pad_early(out), _pad_early(lse, -jnp.inf)
+            # No row is in two spans, and outside of these it has zeros and minus infinity.
+            join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
+            out, lse = piece.over(on_spans, join, MOST_SPANS[0])
+            lse = jnp.where(piece.is_told[:, None, None], lse, jnp.nan)
+            return _pad(out, piece.queries, query), _pad(lse, piece.queries, query, -jnp.inf)
 
-        def nothing(query: Array, keys: Keys) -> tuple[Array, Array]:
+        def attend_all(pieces: list[Piece], query: Array, keys: Keys) -> tuple[Array, Array]:
+            found = [attend(piece, query, keys) for piece in pieces]
+            if len(found) == 1:
+                return found[0]
             nothing = self.start(query, keys.value)
-            return nothing.out.astype(query.dtype), nothing.lse
+            out, lse = merge(*zip(*(found or [nothing]), strict=True))
+            return out.astype(query.dtype), lse
 
-        out, lse = _switch(meeting, attend, all_on_early, late_on_all, nothing)(query, keys)
+        out, lse = switch(meeting, attend_all, query, keys)
         return FusedPartial(*merge((partial.out, out), (partial.lse, lse)))
 
     def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
@@ -162,21 +175,21 @@ class Fused(Implementation):
     ) -> FusedGradients:
         """Adds what the pairs that meet contribute to sums of gradients under way."""
 
-        def differentiate(queries: FusedQueries, keys: Keys, is_causal: bool = False) -> tuple[Array, ...]:
-            return _differentiate(self.kernel, queries, keys, is_causal, weighting.scale)
+        def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
+            of = lambda rows, tree: jax.tree.map(lambda array: piece.turn(array[:, rows]), tree)
+            some = of(piece.queries, queries), of(piece.keys, keys)
+            on_spans = lambda pairs: _differentiate(self.kernel, *some, pairs, weighting.scale)
+            join = lambda one, other: jax.tree.map(jnp.add, one, other)
+            query_grad, *keys_grad = map(piece.turn, piece.over(on_spans, join, MOST_SPANS[1]))
+            whole = (piece.queries, queries.query), (piece.keys, keys.key)
+            return _pad(query_grad, *whole[0]), *(_pad(grad, *whole[1]) for grad in keys_grad)
 
-        def all_on_early(queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
-            query_grad, *keys_grad = differentiate(queries, jax.tree.map(_early, keys))
-            return query_grad, *map(_pad_late, keys_grad)
+        def differentiate_all(pieces: list[Piece], queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
+            zeros = tuple(jnp.zeros_like(array) for array in (queries.query, *keys))
+            found = [differentiate(piece, queries, keys) for piece in pieces]
+            return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found or [zeros])
 
-        def late_on_all(queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
-            query_grad, *keys_grad = differentiate(jax.tree.map(_late, queries), keys)
-            return _pad_early(query_grad), *keys_grad
-
-        def nothing(queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
-            return tuple(jnp.zeros_like(array) for array in (queries.query, *keys))
-
-        addends = _switch(meeting, differentiate, all_on_early, late_on_all, nothing)(queries, keys)
+        addends = switch(meeting, differentiate_all, queries, keys)
         return FusedGradients(*map(jnp.add, grads, addends))
 
     def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
@@ -185,46 +198,10 @@ class Fused(Implementation):
         return grads.query, grads.key, grads.value
 
 
-# Two shards of a balanced ring, each with an early and a late half of rows: of the shard whose early half is earlier,
-# the late half is later, because the numbers of the halves of a shard have the same sum on all. So either all queries
-# come after the early keys, and before the late ones, or the late queries come after all keys, and the early ones
-# before: each time half of the pairs, without a mask. A shard's own rows are in order: causal attention.
-
-
-def _switch(
-    meeting: Meeting,
-    whole: Callable[..., Any],
-    all_on_early: Callable[..., Any],
-    late_on_all: Callable[..., Any],
-    nothing: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Returns the case of a meeting: where it is known beforehand, that case alone."""
-    branch = meeting.branch
-    queries, keys = meeting.queries, meeting.keys
-    case, cases = 0, [lambda *arrays: whole(*arrays, is_causal=branch.is_causal)]
-    if branch.is_balanced:
-        case = jnp.where(keys < queries, 1, jnp.where(keys > queries, 2, 0))
-        cases += [all_on_early, late_on_all]
-    if branch.num_shards % branch.ring_size:
-        case = jnp.where(meeting.is_new, case, len(cases))
-        cases += [nothing]
-    return lambda *arrays: jax.lax.switch(case, cases, *arrays) if len(cases) > 1 else cases[0](*arrays)
-
-
-def _early(array: Array) -> Array:
-    return array[:, : array.shape[1] // 2]
-
-
-def _late(array: Array) -> Array:
-    return array[:, array.shape[1] // 2 :]
-
-
-def _pad_early(array: Array, value: float = 0.0) -> Array:
-    return jnp.concatenate([jnp.full_like(array, value), array], axis=1)
-
-
-def _pad_late(array: Array) -> Array:
-    return jnp.concatenate([array, jnp.zeros_like(array)], axis=1)
+def _pad(array: Array, rows: slice, like: Array, value: float = 0.0) -> Array:
+    """Puts the rows in their places among those of an array, with `value` elsewhere."""
+    ends = [(0, 0), (rows.start, like.shape[1] - rows.stop), *[(0, 0)] * (array.ndim - 2)]
+    return jnp.pad(array, ends, constant_values=value)
 
 
 # Kernels know no cotangent l of the lse: they compute dS = P (g . v - g . out). With one more column, of ones in v, of
@@ -233,14 +210,14 @@ ALIGNMENT = 8
 
 
 def _differentiate(
-    kernel: Kernel, queries: FusedQueries, keys: Keys, is_causal: bool, scale: float
+    kernel: Kernel, queries: FusedQueries, keys: Keys, pairs: Pairs, scale: float
 ) -> tuple[Array, Array, Array]:
     if queries.lse_grad is None:
-        return kernel.differentiate(queries, keys, is_causal, scale)
+        return kernel.differentiate(queries, keys, pairs, scale)
     widen = lambda array, column: jnp.concatenate([array, _first_of(column, array)], axis=-1)
     query, out_grad, out, lse, lse_grad = queries
     wide = FusedQueries(widen(query, 0), widen(out_grad, lse_grad), widen(out, 0), lse)
-    grads = kernel.differentiate(wide, Keys(widen(keys.key, 0), widen(keys.value, 1)), is_causal, scale)
+    grads = kernel.differentiate(wide, Keys(widen(keys.key, 0), widen(keys.value, 1)), pairs, scale)
     query_grad, key_grad, value_grad = (grad[..., :-ALIGNMENT] for grad in grads)
     return query_grad, key_grad, value_grad
 
@@ -251,9 +228,16 @@ def _first_of(column: Any, array: Array) -> Array:
     return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, ALIGNMENT - 1)])
 
 
+def _has_documents(request: Request) -> bool:
+    return "document_ids" in request.needs
+
+
 def _obstacle_of_request(request: Request) -> str | None:
-    if request.needs:
-        return f"no fused kernel knows {', '.join(request.needs)}"
+    needs = [name for name in request.needs if name != "document_ids"]
+    if needs:
+        return f"no fused kernel knows {', '.join(needs)}"
+    if _has_documents(request) and not request.documents_are_sorted:
+        return "documents may lie in any order: say documents_are_sorted=True where their numbers do not decrease"
     if request.unmapped:
         # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
         axes = request.unmapped
@@ -261,14 +245,33 @@ def _obstacle_of_request(request: Request) -> str | None:
     return None
 
 
-def _obstacle_of_branch(branch: BranchSchedule) -> str | None:
-    name = f"the branch {branch.branch}"
-    if branch.is_general:
-        return "queries and keys lie at different positions"
-    if branch.earlier:
-        return f"{name} of a union leaves out pairs of earlier branches"
-    if not branch.is_dense:
+def _obstacle_of_branch(branch: BranchSchedule, request: Request) -> str | None:
+    name, has_documents = f"the branch {branch.branch}", _has_documents(request)
+    side, is_strided = branch.queries, branch.branch.is_by_group and branch.branch.offset_rate > 1
+    reasons = {
+        "queries and keys lie at different positions": branch.is_general,
+        f"{name} of a union leaves out pairs of earlier branches": branch.earlier,
+        f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": (
+            branch.strategy == "all_gather" and not branch.is_local
+        ),
+        f"{name} has other rows of a document on each head": is_strided and has_documents,
+        f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
+            (is_strided and not branch.is_dense) or (branch.is_balanced and side.num_rows != side.num_slots)
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    window = window_of(branch)
+    return reason or (None if window is None else _obstacle_of_window(branch, window, name, has_documents))
+
+
+def _obstacle_of_window(branch: BranchSchedule, window: int, name: str, has_documents: bool) -> str | None:
+    side = branch.queries
+    if not branch.is_causal:
+        return f"{name} sees later tokens as well, and fused kernels have windows of earlier ones alone"
+    if has_documents:
+        return f"{name} is cut by documents"
+    if not side.is_full or (branch.branch.modulus > 1 and side.chunks != "residues"):
         return f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend"
-    if branch.strategy == "all_gather" and not branch.is_local:
-        return f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each"
+    if not branch.is_local and 2 * (window - 1) > side.num_rows:
+        return f"{name} sees more than half of the tokens of a device before"
     return None

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ringjax._arguments import check_choices, check_numbers
+from ringjax._arguments import check_choices, check_numbers, read_order
 from ringjax._attention import ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cache import Cache, make_cache
@@ -43,6 +43,7 @@ class Settings:
     logits_soft_cap: float | None
     dropout_rate: float
     broadcast_dropout: bool
+    documents_are_sorted: bool | None
     precision: Any
     strategy: Any
     exchange_size: Any
@@ -70,6 +71,7 @@ class Settings:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
         check_numbers(None, self.logits_soft_cap, self.dropout_rate)
+        read_order(self.documents_are_sorted)
         check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, IMPLEMENTATIONS)
         check_exchange_size(self.exchange_size, self.strategy)
         check_mesh(self.mesh, self.axis_name, self.spec)
@@ -128,6 +130,7 @@ class Settings:
             pattern=self.pattern,
             is_causal=self.is_causal,
             document_ids=document_ids,
+            documents_are_sorted=None if document_ids is None else self.documents_are_sorted,
             query_offset=query_offset,
             logits_soft_cap=self.logits_soft_cap,
             sinks=sinks,

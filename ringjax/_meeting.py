@@ -161,12 +161,14 @@ class Meeting(NamedTuple):
     """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
 
     `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
+    `hops` is how far those that travelled did: zero where both sides are of one shard, an array where that is data.
     """
 
     branch: BranchSchedule
     queries: Any
     keys: Any
     is_new: Any = True
+    hops: Any = 0
 
     @property
     def is_only(self) -> bool:

@@ -16,7 +16,8 @@ class Request(NamedTuple):
 
     `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
     masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient. `device_kind` is what jax
-    calls the devices, `block_size` the most rows of a tile, where the caller says so.
+    calls the devices, `block_size` the most rows of a tile, where the caller says so. Where the `documents_are_sorted`,
+    the documents of tokens do not decrease.
     """
 
     query: Any
@@ -29,6 +30,7 @@ class Request(NamedTuple):
     device_kind: str = ""
     block_size: int | None = None
     precision: Any = None
+    documents_are_sorted: bool = False
 
 
 class Implementation(abc.ABC):
@@ -40,7 +42,7 @@ class Implementation(abc.ABC):
 
     slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
     platform: str | None  # for which programs have to be lowered that it is in, as jax names it; None for any
-    is_added_at_once: bool  # whether all branches are added in one pass over the tokens, or one by one to their rows
+    is_added_at_once: bool  # whether all dense branches are added in one pass over tokens, or one by one to their rows
 
     @abc.abstractmethod
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:

@@ -113,7 +113,7 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
-    return Meeting(task.branch, queries, keys, task.branch.is_new(shard, hops, direction))
+    return Meeting(task.branch, queries, keys, task.branch.is_new(shard, hops, direction), hops)
 
 
 def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) -> RowBytes:

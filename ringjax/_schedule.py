@@ -111,7 +111,7 @@ class BranchSchedule:
 
     def in_whole_chunks(self) -> "BranchSchedule":
         """Returns the schedule in which chunks are computed as a whole."""
-        whole = lambda side: dataclasses.replace(side, max_block_rows=side.length)
+        whole = lambda side: dataclasses.replace(side, max_block_rows=side.span + side.chunk_length)
         return dataclasses.replace(self, queries=whole(self.queries), keys=whole(self.keys))
 
     # Ways: where rows are after some rotations.

@@ -48,6 +48,7 @@ class RingDilatedAttention(linen.Module):
       logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
       broadcast_dropout: whether all batches and heads drop the same weights.
+      documents_are_sorted: whether calls number documents in their order, see :func:`ring_dilated_attention`.
       deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
       decode: whether calls continue the sequence in the cache.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
@@ -97,6 +98,7 @@ class RingDilatedAttention(linen.Module):
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
+    documents_are_sorted: bool | None = None
     deterministic: bool | None = None
     decode: bool = False
     strategy: Strategy = "ring"
@@ -222,6 +224,7 @@ _SAME_SETTINGS = (
     "logits_soft_cap",
     "dropout_rate",
     "broadcast_dropout",
+    "documents_are_sorted",
     "precision",
     "strategy",
     "exchange_size",

@@ -29,6 +29,7 @@ from benchmarks.ahead_of_time import (
     peak,
     sent,
 )
+from benchmarks.deviceless import CONTROL, DOCUMENTS, find_libraries, try_program
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
@@ -66,6 +67,22 @@ def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation,
     assert all(permutes)
     for collective in ("all-gather", "all-to-all"):
         assert collective not in text
+
+
+def test_documents_travel_with_their_keys():
+    """In a ring of cuDNN's kernel: what arrives with keys is hidden as these are, and nothing is gathered."""
+    arguments = {"length": TOKENS * 32, "pattern": ((TOKENS * 32,), (1,)), "has_documents": True}
+    text = compile_for("4 x 8 H100s", True, implementation="cudnn", **arguments).as_text()
+    assert "__cudnn" in text
+    assert all(loop_permutes(text))
+    assert "all-gather" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kv_heads", "has_engine"), [(f"a ring {DOCUMENTS}", 2, "yes"), (CONTROL, 4, "no")])
+def test_cudnn_has_an_engine(name, kv_heads, has_engine):
+    for gradient in (False, True):
+        assert try_program(name, gradient, kv_heads, find_libraries())["has an engine"] == has_engine
 
 
 @pytest.mark.parametrize("pattern", HALOS)

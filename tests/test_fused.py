@@ -1,6 +1,7 @@
 """Implementations by fused kernels: the branches that they compute, the pairs that they get, and cuDNN's guard."""
 
 import functools
+import inspect
 import types
 import warnings
 
@@ -12,41 +13,42 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import assert_close, loss, make_mesh, random_arguments, reference_results, ring_results, with_gradients
 
-from ringjax import _cudnn, nn, ring_dilated_attention
+from ringjax import Segments, Window, _cudnn, _fused, nn, ring_dilated_attention
 from ringjax._block import Keys
 from ringjax._fused import Fused, FusedQueries
 from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._pieces import Pairs
+from ringjax._spans import Span
 
 
 class DenseKernel:
-    """A kernel as a GPU's, in plain products: all pairs or all up to the diagonal, any dtype and device."""
+    """A kernel as a GPU's, in plain products, of any dtype and device."""
 
     def __init__(self):
         self.calls = []
 
-    def obstacle(self, query, key, value, platform, widening=0):
+    def obstacle(self, query, key, value, platform, widening=0, has_spans=False):
         return None
 
-    def _logits(self, query, key, is_causal, scale):
-        groups = query.shape[2] // key.shape[2]
-        logits = scale * jnp.einsum("btnh,bsnh->btns", query, jnp.repeat(key, groups, axis=2))
-        is_seen = jnp.tri(query.shape[1], key.shape[1], dtype=bool)[:, None]
-        return jnp.where(is_seen, logits, -jnp.inf) if is_causal else logits
+    def _logits(self, query, key, pairs, scale):
+        logits = scale * jnp.einsum("btnh,bsnh->btns", query, jnp.repeat(key, query.shape[2] // key.shape[2], axis=2))
+        return jnp.where(are_pairs(pairs, query.shape[1], key.shape[1])[:, :, None], logits, -jnp.inf)
 
-    def attend(self, query, key, value, is_causal, scale):
-        self.calls.append(("attend", query.shape[:2], key.shape[1], is_causal))
-        logits = self._logits(query, key, is_causal, scale)
+    def attend(self, query, key, value, pairs, scale):
+        self.calls.append(("attend", query.shape[:2], key.shape[1], pairs.is_causal))
+        logits = self._logits(query, key, pairs, scale)
         lse = jax.nn.logsumexp(logits, axis=-1)
         value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
-        return jnp.einsum("btns,bsnv->btnv", jnp.exp(logits - lse[..., None]), value), lse
+        weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
+        return jnp.einsum("btns,bsnv->btnv", weights, value), lse
 
-    def differentiate(self, queries, keys, is_causal, scale):
-        self.calls.append(("differentiate", queries.query.shape, keys.value.shape, is_causal))
+    def differentiate(self, queries, keys, pairs, scale):
+        self.calls.append(("differentiate", queries.query.shape, keys.value.shape, pairs.is_causal))
         assert queries.lse_grad is None
         query, (key, value) = queries.query, keys
         batch, length, heads, _ = key.shape
         groups = query.shape[2] // heads
-        weights = jnp.exp(self._logits(query, key, is_causal, scale) - queries.lse[..., None])
+        weights = jnp.exp(self._logits(query, key, pairs, scale) - queries.lse[..., None])
         weights_grad = jnp.einsum("btnv,bsnv->btns", queries.out_grad, jnp.repeat(value, groups, axis=2))
         logits_grad = weights * (weights_grad - (queries.out_grad * queries.out).sum(-1, keepdims=True))
         grouped = lambda array: array.reshape(batch, length, heads, groups, -1).sum(3)
@@ -55,6 +57,22 @@ class DenseKernel:
             grouped(scale * jnp.einsum("btns,btnh->bsnh", logits_grad, query)),
             grouped(jnp.einsum("btns,btnv->bsnv", weights, queries.out_grad)),
         )
+
+
+def are_pairs(pairs, rows, others):
+    """Which rows attend to which, [B, Rq, Rk], said anew: by diagonal and window from the first rows of spans."""
+    query, key = jnp.arange(rows)[:, None], jnp.arange(others)[None]
+    near = lambda distance: (
+        (distance >= 0 if pairs.is_causal else True) & (True if pairs.window is None else distance < pairs.window)
+    )
+    if pairs.spans is None:
+        return jnp.broadcast_to(near(query - key), (1, rows, others))
+    inside = lambda span, row: (
+        (row >= span.start[..., None, None]) & (row < (span.start + span.length)[..., None, None])
+    )
+    of_queries, of_keys = pairs.spans
+    distance = (query - of_queries.start[..., None, None]) - (key - of_keys.start[..., None, None])
+    return (inside(of_queries, query) & inside(of_keys, key) & near(distance)).any(axis=1)
 
 
 @pytest.fixture
@@ -130,19 +148,120 @@ def test_widths_grow_only_for_a_cotangent_of_the_lse(kernel):
 
 
 def test_branches_that_it_cannot_compute_are_left_to_xla(kernel):
-    """Per branch: rows that straddle, a rate that does not divide, a padded length."""
-    for length, segment_lengths, dilation_rates, served in (
-        (32, (8, 12), (1, 1), True),
-        (32, (8, 32), (1, 3), True),
-        (31, (31,), (1,), False),
-    ):
-        arguments = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": True}
-        arrays = list(map(jnp.asarray, random_arguments(length)))
-        kernel.calls.clear()
-        assert_close(ring_results(arrays, mesh=make_mesh(seq=4), **arguments), reference_results(arrays, **arguments))
-        assert bool(kernel.calls) == served
-        with pytest.raises(ValueError, match="'cudnn' cannot serve: the branch .* on 4 shards has slots without rows"):
-            ring_dilated_attention(*arrays, mesh=make_mesh(seq=4), implementation="cudnn", **arguments)
+    """Per branch: a rate that does not divide the segment."""
+    arguments = {"segment_lengths": (8, 32), "dilation_rates": (1, 3), "is_causal": True}
+    arrays = list(map(jnp.asarray, random_arguments(32)))
+    assert_close(ring_results(arrays, mesh=make_mesh(seq=4), **arguments), reference_results(arrays, **arguments))
+    assert kernel.calls
+    with pytest.raises(ValueError, match="'cudnn' cannot serve: the branch .* on 4 shards has slots without rows"):
+        ring_dilated_attention(*arrays, mesh=make_mesh(seq=4), implementation="cudnn", **arguments)
+
+
+# Segments and documents as spans. By length, pattern and shards: segments inside shards, across them, in a ring around
+# which each goes a part, of a length that shards do not divide, and in halves of a balanced ring.
+SPANS = {
+    "local": (48, (12,), 1),
+    "uneven": (43, (13, 5), 1),
+    "inside": (48, (6, 48), 4),
+    "halo": (48, (16,), 4),
+    "around": (48, (32,), 4),
+    "padded": (46, (13, 46), 4),
+    "balanced": (64, (64,), 8),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_equal_oracle(kernel, monkeypatch, name, is_causal):
+    monkeypatch.setattr(_fused, "MOST_SPANS", (2, 3))
+    has_documents = is_causal or name not in ("uneven", "padded")
+    length, segment_lengths, shards = SPANS[name]
+    arguments = {"segment_lengths": segment_lengths, "dilation_rates": (1,) * len(segment_lengths)}
+    arrays = random_arguments(length, (4, 2), batch=(2,))
+    documents = [packed_documents(length, 2)] if has_documents else []
+    mesh = make_mesh(seq=shards) if shards > 1 else None
+    arguments |= {"is_causal": is_causal, "uses": "both" if is_causal else "out"}
+    more = {"documents_are_sorted": True} if has_documents else {}
+    actual = ring_results([*arrays, *documents], mesh=mesh, implementation="cudnn", **arguments, **more)
+    assert_close(actual, reference_results([*arrays, *documents], **arguments))
+    assert kernel.calls
+
+
+def packed_documents(length, batch):
+    """Documents of all lengths, one of them over several shards, with padding between two and at the end."""
+    rng = np.random.default_rng(1)
+    documents = np.sort(np.minimum(rng.integers(0, 12, (batch, length)), rng.integers(3, 12, (batch, length))), axis=1)
+    documents[:, length // 3 : 2 * length // 3] = documents[:, length // 3 : length // 3 + 1]
+    documents = np.maximum.accumulate(documents, axis=1)
+    documents[documents == documents[:, -1:]] = -1
+    documents[0, documents[0] == documents[0, length // 5]] = -1
+    return documents.astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("window", "shards"), [(Window(5), 1), (Window(1), 4), (Window(7), 4), (Window(3, rate=2), 4)], ids=str
+)
+def test_windows_equal_oracle(kernel, window, shards):
+    """Inside a device, and from the tokens before in one hop."""
+    arguments = {"pattern": [window, Segments(32)], "is_causal": True}
+    arrays = random_arguments(64, (4, 2), batch=(2,))
+    mesh = make_mesh(seq=shards) if shards > 1 else None
+    assert_close(
+        ring_results(arrays, mesh=mesh, implementation="cudnn", **arguments), reference_results(arrays, **arguments)
+    )
+    assert kernel.calls
+
+
+@pytest.mark.parametrize(
+    ("window", "arguments", "words"),
+    [
+        (Window(10), {"is_causal": True}, "sees more than half of the tokens of a device before"),
+        (Window(4), {}, "sees later tokens as well"),
+        (Window(4), {"is_causal": True, "document_ids": np.zeros((1, 64), np.int32)}, "is cut by documents"),
+        (Window(4, rate=3), {"is_causal": True}, "has slots without rows, or rows that meet and do not all attend"),
+    ],
+    ids=lambda argument: str(argument) if isinstance(argument, Window) else "",
+)
+def test_windows_that_are_left_to_xla(kernel, window, arguments, words):
+    arrays = list(map(jnp.asarray, random_arguments(64)))
+    call = functools.partial(ring_dilated_attention, pattern=[window], mesh=make_mesh(seq=4), **arguments)
+    with pytest.raises(ValueError, match=f"'cudnn' cannot serve: the branch Window.* {words}"):
+        call(*arrays, implementation="cudnn")
+    jax.eval_shape(call, *arrays)
+    assert not kernel.calls
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("name", ["decrease", "interrupted"])
+def test_a_promise_that_is_broken_gives_nan(kernel, name, shards):
+    """Of the batch where it is, in the results and in the gradients; and an error where the numbers are known."""
+    documents = np.sort(np.arange(64).reshape(2, 32) % 5, axis=1).astype(np.int32)
+    documents[1, 21:23] = 0 if name == "decrease" else -1
+    documents[1, 23:] = documents[1, 20]
+    arguments = {"segment_lengths": (32,), "dilation_rates": (1,), "is_causal": True, "implementation": "cudnn"}
+    arrays = random_arguments(32, batch=(2,))
+    mesh = make_mesh(seq=shards) if shards > 1 else None
+    results = ring_results([*arrays, documents], mesh=mesh, documents_are_sorted=True, **arguments)
+    for result in results:
+        assert np.isfinite(result[0]).all()
+        assert np.isnan(result[1]).any()
+    with pytest.raises(ValueError, match="documents_are_sorted=True, but document_ids decrease"):
+        ring_dilated_attention(
+            *map(jnp.asarray, arrays), document_ids=documents, documents_are_sorted=True, mesh=mesh, **arguments
+        )
+
+
+def test_documents_that_are_known_to_be_sorted_need_no_promise(kernel):
+    arrays = list(map(jnp.asarray, random_arguments(32)))
+    documents = packed_documents(32, 1)
+    call = functools.partial(ring_dilated_attention, segment_lengths=(32,), dilation_rates=(1,))
+    known = lambda *arrays: call(*arrays, document_ids=documents)
+    jax.eval_shape(known, *arrays)
+    assert kernel.calls
+    kernel.calls.clear()
+    jax.eval_shape(lambda *arrays: call(*arrays, document_ids=documents, documents_are_sorted=False), *arrays)
+    jax.eval_shape(lambda documents, *arrays: call(*arrays, document_ids=documents), documents, *arrays)
+    assert not kernel.calls
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -158,7 +277,14 @@ def test_groups_of_heads(kernel, kind):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"document_ids": jnp.zeros((1, 32), jnp.int32)}, "no fused kernel knows document_ids"),
+        (
+            {"document_ids": jnp.zeros((1, 32), jnp.int32)},
+            "the branch Segments\\(length=32, rate=2\\) has other rows of a document on each head",
+        ),
+        (
+            {"document_ids": jnp.arange(32, 0, -1)[None]},
+            "documents may lie in any order: say documents_are_sorted=True",
+        ),
         ({"logits_soft_cap": 1.0, "dropout_rate": 0.1, "dropout_seed": 1}, "knows logits_soft_cap, dropout_rate"),
         (
             {"merge": "union"},
@@ -176,7 +302,8 @@ def test_pairs_that_are_masked_or_weighted_one_by_one(kernel, arguments, words):
     with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve: .*{words}"):
         call(*arrays, implementation="cudnn")
     np.testing.assert_allclose(call(*arrays), call(*arrays, implementation="xla"), rtol=0, atol=1e-9)
-    assert bool(kernel.calls) == ("merge" in arguments)  # the first branch of a union
+    # The first branch of a union, or of sorted documents, is served.
+    assert bool(kernel.calls) == ("merge" in arguments or words.startswith("the branch"))
 
 
 def test_gathering_is_left_to_xla(kernel):
@@ -319,12 +446,12 @@ def test_jax_binds_the_primitives_as_they_are_used_here():
     """Traced alone: shapes and dtypes of both directions, with grouped heads."""
     of = lambda heads, length: jax.ShapeDtypeStruct((3, length, heads, 64), jnp.bfloat16)
     query, key, lse = of(4, 16), of(2, 8), jax.ShapeDtypeStruct((3, 16, 4), jnp.float32)
-    out, row = jax.eval_shape(lambda *arrays: _cudnn.attend(*arrays, True, 0.5), query, key, key)
+    out, row = jax.eval_shape(lambda *arrays: _cudnn.attend(*arrays, Pairs(is_causal=True), 0.5), query, key, key)
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert (row.shape, row.dtype) == (lse.shape, lse.dtype)
     grads = jax.eval_shape(
         lambda query, key, lse: _cudnn.differentiate(
-            FusedQueries(query, query, query, lse), Keys(key, key), False, 0.5
+            FusedQueries(query, query, query, lse), Keys(key, key), Pairs(), 0.5
         ),
         query,
         key,
@@ -334,9 +461,80 @@ def test_jax_binds_the_primitives_as_they_are_used_here():
 
     # And under vmap, of some of the arrays too.
     several = jax.ShapeDtypeStruct((5, *query.shape), query.dtype)
-    attend = jax.vmap(lambda *arrays: _cudnn.attend(*arrays, True, 0.5), (0, None, None))
+    attend = jax.vmap(lambda *arrays: _cudnn.attend(*arrays, Pairs(is_causal=True), 0.5), (0, None, None))
     out, row = jax.eval_shape(attend, several, key, key)
     assert (out.shape, row.shape) == ((5, *query.shape), (5, *lse.shape))
+
+
+class Emulated:
+    """The primitive of cuDNN in plain products, with rows of spans where it has them in memory, and junk elsewhere."""
+
+    def __init__(self, direction):
+        self.direction = direction
+
+    def bind(self, query, key, value, bias, lengths, key_lengths, offsets, key_offsets, tables, others, *given, **how):
+        of_queries, of_keys = (
+            (offset[:, :-1], length) for offset, length in ((offsets, lengths), (key_offsets, key_lengths))
+        )
+        pairs = Pairs(
+            "CAUSAL" in how["mask_type"].name, how["sliding_window_length"], (Span(*of_queries), Span(*of_keys))
+        )
+        assert how["mask_type"].name.startswith("PADDING")
+        inside = [
+            span.contains(array.shape[1])[..., None, None]
+            for span, array in zip(pairs.spans, (query, key), strict=True)
+        ]
+        junk = lambda array, is_inside: jnp.where(is_inside, array, jnp.nan)
+        row = of_queries[0][..., None] + jnp.arange(query.shape[1])  # [B, M, R]
+        is_own = row < (of_queries[0] + of_queries[1])[..., None]
+        if self.direction == "fwd":
+            out, lse = DenseKernel().attend(query, key, value, pairs, how["scale"])
+            stats = jax.vmap(lambda lse, row: lse[jnp.minimum(row, query.shape[1] - 1)])(lse, row)  # [B, M, R, N]
+            stats = jnp.where(is_own[..., None], stats, jnp.nan).swapaxes(2, 3)
+            return junk(out, inside[0]), stats.reshape(-1, *stats.shape[2:])
+        stats, out, out_grad = given
+        stats = stats.reshape(*row.shape[:2], *stats.shape[1:]).swapaxes(2, 3)  # [B, M, R, N]
+        put = lambda stats, row, is_own: (
+            jnp.full(query.shape[1:3], jnp.inf).at[jnp.where(is_own, row, query.shape[1])].set(stats, mode="drop")
+        )
+        lse = jax.vmap(put)(stats, row, is_own)
+        queries = FusedQueries(query, out_grad, out, lse)
+        grads = DenseKernel().differentiate(queries, Keys(key, value), pairs, how["scale"])
+        return tuple(map(junk, grads, (inside[0], inside[1], inside[1])))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal):
+    """The numbers of a row are in a batch of its span, counted from that span's first row."""
+    for direction in ("fwd", "bwd"):
+        monkeypatch.setattr(_cudnn._jax, f"_dot_product_attention_{direction}_p_wrapper", Emulated(direction))
+    rng = np.random.default_rng(0)
+    query, key, value, out_grad = (jnp.asarray(rng.normal(size=(2, rows, 3, 4))) for rows in (11, 9, 9, 11))
+    of = lambda start, length: Span(jnp.array(start, jnp.int32), jnp.array(length, jnp.int32))
+    spans = of([[0, 5, 10], [2, 8, 0]], [[4, 3, 1], [6, 3, 0]]), of([[1, 3, 8], [0, 4, 0]], [[2, 4, 1], [3, 5, 0]])
+    for some in (spans, jax.tree.map(lambda array: array[:, :1], spans)):
+        pairs = Pairs(is_causal, None, some)
+        out, lse = _cudnn.attend(query, key, value, pairs, 0.5)
+        expected = DenseKernel().attend(query, key, value, pairs, 0.5)
+        np.testing.assert_allclose(out, expected[0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(lse, expected[1], rtol=0, atol=1e-6)
+        queries = FusedQueries(query, out_grad, out, jnp.where(lse == -jnp.inf, jnp.inf, lse))
+        found = _cudnn.differentiate(queries, Keys(key, value), pairs, 0.5)
+        exact = DenseKernel().differentiate(queries, Keys(key, value), pairs, 0.5)
+        for one, other in zip(found, exact, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_what_rows_of_several_documents_need(monkeypatch):
+    """As many heads of keys, where jax counts the offsets of keys by the heads of queries."""
+    arrays = [jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+    assert _cudnn.obstacle(*arrays, "gpu") is None
+    is_newer = "score_mod" in inspect.signature(_cudnn._jax._dot_product_attention_fwd_impl).parameters
+    words = (
+        None if is_newer else "before jax 0.12, rows of several documents need as many key/value heads as query heads"
+    )
+    assert _cudnn.obstacle(*arrays, "gpu", has_spans=True) == words
+    assert _cudnn.obstacle(arrays[0], arrays[0], arrays[0], "gpu", has_spans=True) is None
 
 
 def test_the_guard_against_other_versions_of_jax(monkeypatch):

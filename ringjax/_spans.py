@@ -1,0 +1,117 @@
+"""Spans: where the rows of one segment, or of one document, follow each other in a chunk, for kernels that take these.
+
+B batch, with the chunks in it; R rows of a chunk; M spans of a batch that a kernel takes at once.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+_MOST = jnp.iinfo(jnp.int32).max
+
+
+class Span(NamedTuple):
+    """Rows that follow each other: the first, and how many they are, zero for a span of none."""
+
+    start: Int[Array, "B M"]
+    length: Int[Array, "B M"]
+
+    def contains(self, rows: int) -> Bool[Array, "B R"]:
+        """Returns which of so many rows are in any of the spans."""
+        return self._contains(rows).any(axis=1)
+
+    def number(self, rows: int) -> Int[Array, "B R"]:
+        """Returns the span that each of so many rows is in, zero where it is in none."""
+        return self._contains(rows).argmax(axis=1).astype(jnp.int32)
+
+    def _contains(self, rows: int) -> Bool[Array, "B M R"]:
+        row = jnp.arange(rows, dtype=jnp.int32)
+        return (row >= self.start[..., None]) & (row < (self.start + self.length)[..., None])
+
+
+class Labels(NamedTuple):
+    """The segment and the document of each row, both -1 for a row that is none, or is in no document.
+
+    Rows attend to each other where both are the same. Along the tokens of a sequence neither decreases, so rows with
+    the same labels follow each other, and rows of two chunks have one pair of labels in common at most: those of the
+    last rows of the one, which are those of the first rows of the other.
+    """
+
+    segment: Int[Array, "B R"]
+    document: Int[Array, "B R"]
+
+    def cut(self, rows: slice) -> "Labels":
+        """Returns the labels of some of the rows."""
+        return Labels(*(array[:, rows] for array in self))
+
+    @property
+    def is_row(self) -> Bool[Array, "B R"]:
+        """Whether a row has labels."""
+        return self.document >= 0
+
+    @property
+    def is_start(self) -> Bool[Array, "B R"]:
+        """Whether a row is the first of those with its labels."""
+        changes = (array[:, 1:] != array[:, :-1] for array in self)
+        is_new = jnp.pad(jnp.logical_or(*changes), ((0, 0), (1, 0)), constant_values=True)
+        return is_new & self.is_row
+
+    @property
+    def is_sorted(self) -> Bool[Array, "B"]:
+        """Whether documents do not decrease, and rows with the same labels follow each other."""
+        before = Labels(
+            *(jnp.pad(jax.lax.cummax(array, axis=1), ((0, 0), (1, 0)), constant_values=-1) for array in self)
+        )
+        segment, document = (array[:, :-1] for array in before)
+        is_new = (self.segment > segment) | (self.document > document)
+        return ((~self.is_row | (self.document >= document)) & (~self.is_start | is_new)).all(axis=1)
+
+    @property
+    def least(self) -> "Labels":
+        """The least labels of any row, [B, 1]."""
+        return Labels(*(jnp.where(self.is_row, array, _MOST).min(axis=1, keepdims=True) for array in self))
+
+
+class Runs(NamedTuple):
+    """The rows with the same labels: numbers of rows that do not decrease, odd where a row has none."""
+
+    number: Int[Array, "B R"]
+
+    @property
+    def most(self) -> Int[Array, ""]:
+        """The most runs of any batch."""
+        return (self.number.max() + 2) // 2
+
+    def spans(self, first: Int[Array, ""], size: int) -> Span:
+        """Returns so many runs, from number `first` on."""
+        wanted = 2 * (first + jnp.arange(size, dtype=jnp.int32))
+        find = lambda side: jax.vmap(lambda row: jnp.searchsorted(row, wanted, side=side, method="compare_all"))
+        start, stop = (find(side)(self.number).astype(jnp.int32) for side in ("left", "right"))
+        return Span(jnp.minimum(start, self.number.shape[1] - 1), stop - start)
+
+
+def find_runs(labels: Labels) -> Runs:
+    """Returns the runs of rows with the same labels."""
+    number = jnp.cumsum(labels.is_start, axis=1, dtype=jnp.int32) - 1
+    return Runs(2 * number + ~labels.is_row)
+
+
+def find_shared(queries: Labels, keys: Labels) -> tuple[Span, Span]:
+    """Returns the rows of two chunks of other tokens that attend to each other: a span of each, or none."""
+    common = Labels(*map(jnp.maximum, queries.least, keys.least))
+    rows = [(side.segment == common.segment) & (side.document == common.document) for side in (queries, keys)]
+    is_shared = rows[0].any(axis=1, keepdims=True) & rows[1].any(axis=1, keepdims=True)
+
+    def span(some: Bool[Array, "B R"]) -> Span:
+        start, length = some.argmax(axis=1, keepdims=True), (some & is_shared).sum(axis=1, keepdims=True)
+        return Span(start.astype(jnp.int32), length.astype(jnp.int32))
+
+    return span(rows[0]), span(rows[1])
+
+
+def are_apart(queries: Labels, keys: Labels) -> Bool[Array, "B"]:
+    """Returns whether the documents of one chunk do not come before those of the other, but for a common one."""
+    first, other = ((labels.least.document[:, 0], labels.document.max(axis=1)) for labels in (queries, keys))
+    return (first[1] <= other[0]) | (other[1] <= first[0])
