@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -233,6 +234,15 @@ def check_flax_arguments(mask: Any, sow_weights: bool) -> None:
         raise ValueError("mask is given, but no array of pairs exists: say is_causal, document_ids or query_offset")
     if sow_weights:
         raise ValueError("sow_weights=True, but no array of weights exists that could be sown: leave it out")
+
+
+def normalize_inner(
+    attended: Float[Array, "*B T N H"], norm: Callable[[Array], Array] | None
+) -> Float[Array, "*B T N H"]:
+    """Returns what a norm makes of all heads of a token together."""
+    if norm is None:
+        return attended
+    return norm(attended.reshape(*attended.shape[:-2], -1)).reshape(attended.shape)
 
 
 def output_sharding(inputs: Array) -> NamedSharding | None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from ringjax._branch import Branch
 from ringjax._cache import Cache
-from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
+from ringjax._heads import Settings, check_decoding, check_flax_arguments, normalize_inner, output_sharding
 from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._strategy import Strategy
@@ -44,6 +44,9 @@ class RingDilatedAttention(linen.Module):
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
         Flax's own module (arXiv 2302.05442).
+      inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
+        2210.06423), such as ``linen.LayerNorm`` or ``functools.partial(linen.LayerNorm, epsilon=1e-5)``; none by
+        default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
@@ -94,6 +97,7 @@ class RingDilatedAttention(linen.Module):
     num_kv_heads: int | None = None
     rope_theta: float | None = None
     normalize_qk: bool = False
+    inner_norm: Any = None
     sinks: bool = False
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
@@ -172,6 +176,9 @@ class RingDilatedAttention(linen.Module):
             attended = self._decode(settings, *heads, sinks, prefill=prefill)
         else:
             attended = settings.attend(*heads, document_ids, query_offset, seed, sinks)
+        if self.inner_norm is not None:
+            norm = self.inner_norm(dtype=self.dtype, param_dtype=self.param_dtype, name="inner_norm")
+            attended = normalize_inner(attended, norm)
         dot_general = functools.partial(jax.lax.dot_general, out_sharding=output_sharding(inputs_q))
         out = dense(
             self.out_features or inputs_q.shape[-1],

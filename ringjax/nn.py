@@ -1,7 +1,7 @@
 """RingDilatedAttention for flax.nnx: projections, ring dilated attention, projection."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from ringjax._branch import Branch
 from ringjax._cache import Cache
-from ringjax._heads import Settings, check_decoding, check_flax_arguments, output_sharding
+from ringjax._heads import Settings, check_decoding, check_flax_arguments, normalize_inner, output_sharding
 from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._strategy import Strategy
@@ -43,6 +43,8 @@ class RingDilatedAttention(nnx.Module):
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
         Flax's own module (arXiv 2302.05442).
+      inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
+        2210.06423), such as ``nnx.LayerNorm`` or ``functools.partial(nnx.LayerNorm, epsilon=1e-5)``; none by default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
@@ -101,6 +103,7 @@ class RingDilatedAttention(nnx.Module):
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
         normalize_qk: bool = False,
+        inner_norm: Callable[..., nnx.Module] | None = None,
         sinks: bool = False,
         logits_soft_cap: float | None = None,
         dropout_rate: float = 0.0,
@@ -184,6 +187,8 @@ class RingDilatedAttention(nnx.Module):
         self.key_ln: nnx.LayerNorm | None = norm() if normalize_qk else nnx.data(None)
         make_sinks = lambda: nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
         self.sinks: nnx.Param[Any] | None = make_sinks() if sinks else nnx.data(None)
+        types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.inner_norm: Any = nnx.data(None) if inner_norm is None else inner_norm(settings.qkv_features, **types)
 
     @property
     def num_heads(self) -> int:
@@ -259,6 +264,7 @@ class RingDilatedAttention(nnx.Module):
             attended = self._decode(*heads, prefill=prefill)
         else:
             attended = self.settings.attend(*heads, document_ids, query_offset, seed, self._sinks)
+        attended = normalize_inner(attended, self.inner_norm)
         return self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
 
     def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:

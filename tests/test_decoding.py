@@ -29,7 +29,12 @@ PATTERNS = {
         "sinks": True,
         "sinks_init": jax.nn.initializers.normal(2.0),
     },
-    "a window": {"pattern": (ringjax.Window(6),), "sinks": True, "sinks_init": jax.nn.initializers.normal(2.0)},
+    "a window": {
+        "pattern": (ringjax.Window(6),),
+        "inner_norm": nnx.RMSNorm,
+        "sinks": True,
+        "sinks_init": jax.nn.initializers.normal(2.0),
+    },
     "grouped windows": {
         "pattern": (ringjax.Window(5, 2), ringjax.Segments(9)),
         "heads": "grouped",

@@ -1,5 +1,7 @@
 """The Flax modules: Flax's own parameters and numbers, rotary positions, and sharding."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from ringjax._rotary import rotary_embedding
 LENGTH, WIDTH = 16, 24
 PATTERN = {"segment_lengths": (4, 16), "dilation_rates": (1, 2), "is_causal": True}
 KINDS = [AxisType.Auto, AxisType.Explicit]
+NORMS = {"nnx": nnx.LayerNorm, "linen": linen.LayerNorm}
 
 
 def inputs(length=LENGTH, batch=2):
@@ -72,10 +75,27 @@ def test_parameters_of_linen_attention(features, normalize_qk):
 def test_the_modules_agree():
     arguments = {**PATTERN, "num_kv_heads": 2, "rope_theta": 100.0, "offsets": "blocked", "use_bias": False}
     arguments |= {"sinks": True, "sinks_init": jax.nn.initializers.normal(2.0), "normalize_qk": True}
-    one, other = Functional("nnx", **arguments), Functional("linen", **arguments)
+    one, other = (Functional(library, **arguments, inner_norm=norm) for library, norm in NORMS.items())
     params = {"params": nnx.to_pure_dict(one.params)}
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, other.params)
     np.testing.assert_array_equal(one.apply(one.params, inputs()), other.apply(params, inputs()))
+
+
+def test_a_norm_of_all_heads_before_the_output():
+    norm = functools.partial(nnx.LayerNorm, epsilon=1e-2)
+    module = ringjax.RingDilatedAttention(4, WIDTH, 32, **PATTERN, inner_norm=norm, rngs=nnx.Rngs(0))
+    plain = ringjax.RingDilatedAttention(4, WIDTH, 32, **PATTERN, rngs=nnx.Rngs(0))
+    plain.out = lambda attended, **_: attended
+    module.inner_norm.scale[...], module.inner_norm.bias[...] = (
+        varied(jnp.ones(32, jnp.float32)),
+        varied(jnp.zeros(32, jnp.float32)),
+    )
+    attended = plain(inputs()).reshape(*inputs().shape[:2], 32)
+    centred = attended - attended.mean(axis=-1, keepdims=True)
+    expected = centred / jnp.sqrt(centred.var(axis=-1, keepdims=True) + 1e-2)
+    expected = expected * module.inner_norm.scale[...] + module.inner_norm.bias[...]
+    expected = module.out(expected.reshape(*attended.shape[:2], 4, 8))
+    np.testing.assert_allclose(module(inputs()), expected, rtol=0, atol=2e-6)
 
 
 def test_a_sink_takes_its_share():
@@ -115,7 +135,7 @@ def test_a_pattern_in_place_of_lists():
 @pytest.mark.parametrize(("library", "kind"), [("nnx", AxisType.Auto), ("linen", AxisType.Explicit)], ids=str)
 def test_on_a_mesh_with_a_tensor_axis(library, kind):
     arguments = {**PATTERN, "num_kv_heads": 2, "rope_theta": 100.0, "use_bias": False, "normalize_qk": True}
-    module = Functional(library, **arguments, sinks=True)
+    module = Functional(library, **arguments, sinks=True, inner_norm=NORMS[library])
 
     @jax.jit
     def results(params, x):
