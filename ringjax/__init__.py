@@ -10,9 +10,11 @@ from ringjax._branch import Segments, Window
 from ringjax._device_order import make_mesh
 from ringjax._explain import explain
 from ringjax._mesh import MeshWarning
+from ringjax._padding import pad_to_mesh, unpad
 from ringjax._pattern import DilatedPattern, ReachWarning
 from ringjax._planner import plan
 from ringjax._reference import dilated_attention_reference
+from ringjax._weights import attention_weights
 
 if TYPE_CHECKING:
     from ringjax import linen, nn
@@ -26,13 +28,16 @@ __all__ = [
     "Segments",
     "Window",
     "attention_fn",
+    "attention_weights",
     "dilated_attention_reference",
     "explain",
     "linen",
     "make_mesh",
     "nn",
+    "pad_to_mesh",
     "plan",
     "ring_dilated_attention",
+    "unpad",
 ]
 __version__ = version("ringjax")
 

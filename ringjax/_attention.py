@@ -29,7 +29,7 @@ from ringjax._device import Context
 from ringjax._forecast import schedules_of
 from ringjax._implementation import IMPLEMENTATIONS, ImplementationName
 from ringjax._machine import machine_of
-from ringjax._mesh import Placement, check_mesh, find_mesh, find_placement, warn_of_mesh
+from ringjax._mesh import Placement, check_mesh, find_mesh, find_placement, warn_of_length, warn_of_mesh
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
 from ringjax._plan import Plan, choose_block_size
 from ringjax._promotion import with_own_promotion
@@ -119,7 +119,8 @@ def ring_dilated_attention(
     The mesh is `mesh` if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds. If it has
     no axis `axis_name`, or if there is none, each device computes all tokens. Inside the caller's own shard_map over
     `axis_name` the arguments are the local shards, and their batches and heads count as all. A length that the mesh
-    does not divide is padded inside; its output is not sharded along the sequence.
+    does not divide is padded inside; its output is not sharded along the sequence, and what follows it is computed on
+    each device: see :func:`pad_to_mesh`.
 
     Args:
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
@@ -178,11 +179,11 @@ def ring_dilated_attention(
         what the arrays' types say. Only fused kernels ask for it, where a mesh has other axes that are Auto.
 
     Returns:
-      The output [..., T, N, V] in query's dtype, sharded like query; with `return_residual` also the lse [..., T, N] in
-      float32 (float64 where an argument is), of the weights before dropout. A row that attends to nothing is zero, with
-      an lse of minus infinity and zero gradient. Sums are accumulated in float32 at least. The backward needs both:
-      under `jax.checkpoint` a policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running
-      the forward again.
+      The output [..., T, N, V] in query's dtype, sharded along the sequence where the mesh divides T, even if query is
+      not, and otherwise like query. With `return_residual` also the lse [..., T, N] in float32 (float64 where an
+      argument is), of the weights before dropout. A row that attends to nothing is zero, with an lse of minus infinity
+      and zero gradient. Sums are accumulated in float32 at least. The backward needs both: under `jax.checkpoint` a
+      policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running the forward again.
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
@@ -215,6 +216,7 @@ def ring_dilated_attention(
         key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
     placement = find_placement(query, key, value, mesh, axis_name, spec)
     warn_of_mesh(placement, query, axis_name)
+    warn_of_length(placement, query.shape[-3])
     known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
     check_positions(placement.length(query), placement.length(key), known_offset)
     moving_offset = query_offset if isinstance(query_offset, jax.Array) else None

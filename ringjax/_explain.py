@@ -13,7 +13,7 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._call import Call, recording
 from ringjax._forecast import forecast, schedules_of
 from ringjax._machine import Machine, find_machine, machine_of
-from ringjax._mesh import Placement, warn_of_idle
+from ringjax._mesh import Placement, warn_of_idle, warn_of_whole
 from ringjax._pattern import warn_of_reach
 from ringjax._planner import Comparison, compare
 
@@ -105,6 +105,7 @@ def _forget_warnings() -> None:
     """Lets warnings that are given once be given again: here, and to who calls after this."""
     warn_of_reach.cache_clear()
     warn_of_idle.cache_clear()
+    warn_of_whole.cache_clear()
 
 
 def _key(call: Call) -> tuple[Any, ...]:

@@ -237,6 +237,24 @@ def warn_of_idle(idle: tuple[str, ...], source: str, axis_name: str) -> None:
     )
 
 
+def warn_of_length(placement: Placement, length: int) -> None:
+    """Warns, once, of a length that the mesh does not divide: its results are whole on each device."""
+    shards = placement.num_shards
+    if placement.axis_name in placement.mapped and length > shards and length % shards:
+        warn_of_whole(placement.axis_name, shards)
+
+
+@functools.lru_cache(maxsize=64)
+def warn_of_whole(axis_name: str, shards: int) -> None:
+    """Warns of results that are not sharded."""
+    warnings.warn(
+        f"the {shards} devices of {axis_name!r} do not divide the length of query: the output comes back whole on "
+        "each, which then computes all that follows; pad tokens once, before the model, with ringjax.pad_to_mesh",
+        MeshWarning,
+        stacklevel=5,
+    )
+
+
 def _platform(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bool]:
     """Returns the platform of a mesh or an array, else the default one, and whether a call will run on it."""
     if isinstance(mesh, Mesh):
@@ -369,3 +387,14 @@ def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: s
         sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
         return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
     return jax.lax.with_sharding_constraint(positions, NamedSharding(placement.mesh, P(placement.axis_name)))
+
+
+def take_whole(array: Array, rows: Int[Array, "R"], axis: int) -> Array:
+    """Returns some rows along an axis, counted from the end, which every device along it gets."""
+    index = (..., rows, *[slice(None)] * (-1 - axis))
+    sharding = jax.typeof(array).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return array.at[index].get(mode="promise_in_bounds")
+    spec = list(sharding.spec)
+    spec[axis] = None
+    return array.at[index].get(mode="promise_in_bounds", out_sharding=NamedSharding(sharding.mesh, P(*spec)))

@@ -27,9 +27,11 @@ MODULES = [
     "_branch",
     "_device_order",
     "_explain",
+    "_padding",
     "_pattern",
     "_planner",
     "_reference",
+    "_weights",
     "linen",
     "nn",
 ]

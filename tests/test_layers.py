@@ -98,7 +98,9 @@ ALLOWED = {
         "_sinks",
         "_strategy",
     },
+    "_weights": {"_arguments", "_block", "_branch", "_mesh", "_pattern", "_promotion", "_sinks"},
     "_attention_fn": {"_attention", "_branch", "_pattern"},
+    "_padding": {"_mesh"},
     "_cache": {"_mesh", "_pattern"},
     "_decode": {"_block", "_branch", "_cache", "_mesh", "_order", "_pattern", "_sinks"},
     "_rotary": set(),
@@ -125,16 +127,18 @@ ALLOWED = {
         "_device_order",
         "_explain",
         "_mesh",
+        "_padding",
         "_pattern",
         "_planner",
         "_reference",
+        "_weights",
         "linen",
         "nn",
     },
 }
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy", "_machine", "_pictures", "_command"}
-WITH_AXES = {"_compiled", "_device_order", "_exchange", "_measure", "_mesh", "_plan", "_heads", "_cache"}
+WITH_AXES = {"_compiled", "_device_order", "_exchange", "_measure", "_mesh", "_padding", "_plan", "_heads", "_cache"}
 
 
 def imports(path: Path) -> set[str]:

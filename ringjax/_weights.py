@@ -1,0 +1,164 @@
+"""The attention weights of a few query rows, for pictures: what no ring keeps, computed for these rows alone.
+
+N query heads, K key/value heads, G query heads of each; R rows of queries.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from ringjax._arguments import check_arrays, check_numbers, check_positions, read_documents
+from ringjax._block import accumulation_dtype
+from ringjax._branch import Branch
+from ringjax._mesh import take_whole
+from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._promotion import with_own_promotion
+from ringjax._sinks import read_sinks
+
+
+class _Meaning(NamedTuple):
+    """What is static in a call."""
+
+    pattern: DilatedPattern
+    is_causal: bool
+    scale: float
+    query_offset: int
+    logits_soft_cap: float | None
+
+
+@with_own_promotion
+def attention_weights(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    rows: Sequence[int] | Int[Array | np.ndarray, "R"],
+    *,
+    pattern: DilatedPattern | Sequence[Branch] | None = None,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    offsets: Offsets = "interleaved",
+    merge: Merge = "lse",
+    heads: Heads = "all",
+    document_ids: Any = None,
+    query_offset: int = 0,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array | np.ndarray, "..."] | None = None,
+) -> Float[Array, "*B N R S"]:
+    """Returns the weights with which some rows of :func:`ring_dilated_attention` attend to all keys.
+
+    In O(R S) memory and time: for a map of what a token looks at, not for training. On a mesh the weights are sharded
+    along the keys as `key` is.
+
+    Args:
+      query: [..., T, N, H], all queries; or the chunk of them that begins at `query_offset`.
+      key: [..., S, K, H], all keys.
+      rows: the numbers of R queries, from 0 to T - 1.
+      pattern: as :func:`ring_dilated_attention` takes it, and so are the others.
+      segment_lengths: the segment length of each branch, in tokens.
+      dilation_rates: the dilation rate of each branch.
+      is_causal: whether a query sees no later keys.
+      scale: what the logits are multiplied with; ``1 / sqrt(H)`` by default.
+      offsets: which tokens a head keeps.
+      merge: how often pairs of several branches count.
+      heads: which heads run a branch.
+      document_ids: integers [..., T], or a pair of [..., T] and [..., S].
+      query_offset: the position of the first query, known when the call is traced.
+      logits_soft_cap: the cap of scaled logits.
+      sinks: a logit for each query head, [N] or what broadcasts to [..., T, N].
+
+    Returns:
+      [..., N, R, S] in float32 at least, before dropout. Those of a row sum to 1, or to less with a sink; those of a
+      row that attends to nothing are zero. With them rows of the output are
+      ``jnp.einsum("...nrs,...snv->...rnv", weights, value)``.
+
+    Raises:
+      ValueError: for rows that there are not, shapes that disagree, and a wrong pattern.
+      TypeError: for arguments of another dtype.
+
+    Example:
+      >>> q = k = jnp.ones((1, 8, 2, 4))
+      >>> attention_weights(q, k, [5], segment_lengths=(4,), dilation_rates=(1,), is_causal=True)[0, 0, 0].tolist()
+      [0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
+    """
+    pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
+    check_arrays(query, key, key)
+    check_numbers(scale, logits_soft_cap, 0.0, query_offset)
+    check_positions(query.shape[-3], key.shape[-3], int(query_offset))
+    documents, sinks = read_documents(document_ids, query, key), read_sinks(sinks, query)
+    rows = _read_rows(rows, query.shape[-3])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    meaning = _Meaning(pattern, bool(is_causal), scale, int(query_offset), logits_soft_cap)
+    return _weigh(query, key, rows, documents, sinks, meaning)
+
+
+def _read_rows(rows: Any, length: int) -> Int[Array, "R"]:
+    """Returns the numbers of rows.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if not isinstance(rows, Tracer):
+        rows = np.asarray(rows)
+        if rows.ndim != 1 or not (np.issubdtype(rows.dtype, np.integer) and rows.size):
+            raise TypeError(f"rows={rows.tolist()!r} must be the numbers of some queries, such as [0]")
+        if rows.min() < 0 or rows.max() >= length:
+            raise ValueError(f"rows={rows.tolist()!r} must be between 0 and {length - 1}: query has {length} rows")
+    return jnp.asarray(rows, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="meaning")
+def _weigh(
+    query: Array, key: Array, rows: Array, documents: tuple[Any, Any], sinks: Array | None, meaning: _Meaning
+) -> Array:
+    num_kv_heads, dtype = key.shape[-2], accumulation_dtype(query, key)
+    groups = query.shape[-2] // num_kv_heads
+    some = take_whole(query, rows, -3)  # [..., R, N, H]
+    some = some.reshape(*some.shape[:-2], num_kv_heads, groups, some.shape[-1])
+    logits = meaning.scale * jnp.einsum("...rkgh,...skh->...kgrs", some, key, preferred_element_type=dtype)
+    if meaning.logits_soft_cap is not None:
+        logits = meaning.logits_soft_cap * jnp.tanh(logits / meaning.logits_soft_cap)
+    count = _count(query, key, rows, meaning)[:, None]  # [K, 1, R, S]
+    if documents[0] is not None:
+        of_rows = take_whole(documents[0], rows, -1)[..., None]  # [..., R, 1]
+        is_shared = (of_rows == documents[1][..., None, :]) & (of_rows >= 0)
+        count = jnp.where(is_shared[..., None, None, :, :], count, 0)  # [..., K, 1, R, S]
+    logits = jnp.where(count > 0, logits + jnp.log(jnp.maximum(count, 1).astype(dtype)), -jnp.inf)
+    maximum = logits.max(axis=-1, keepdims=True)  # [..., K, G, R, 1]
+    sink = jnp.full_like(maximum, -jnp.inf)
+    if sinks is not None:
+        sink = _sinks_of(sinks.astype(dtype), query, rows).reshape(maximum.shape)
+    maximum = jnp.maximum(maximum, sink)
+    maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+    weights = jnp.exp(logits - maximum)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - maximum)
+    weights = weights / jnp.where(total == 0, 1, total)
+    return weights.reshape(*weights.shape[:-4], -1, *weights.shape[-2:])  # [..., N, R, S]
+
+
+def _count(query: Array, key: Array, rows: Array, meaning: _Meaning) -> Int[Array, "K R S"]:
+    """Returns how often each pair counts for a head."""
+    pattern, num_kv_heads = meaning.pattern, key.shape[-2]
+    end = max(meaning.query_offset + query.shape[-3], key.shape[-3])
+    most = max(end, num_kv_heads, len(pattern.branches))
+    row, column = (meaning.query_offset + rows)[:, None], jnp.arange(key.shape[-3], dtype=jnp.int32)
+    head = np.arange(num_kv_heads)[:, None, None]
+    count = jnp.zeros((num_kv_heads, *jnp.broadcast_shapes(row.shape, column.shape)), jnp.int32)
+    for number, branch in enumerate(pattern.branches):
+        members, one = pattern.heads_of(number, num_kv_heads), branch.within(end, end, most)
+        offset = pattern.offset(head, one.offset_rate, num_kv_heads, number).astype(np.int32)
+        count += one.holds(row, column, offset) & (head >= members.start) & (head < members.stop)
+    count = jnp.minimum(count, 1) if pattern.merge == "union" else count
+    return jnp.where(column <= row, count, 0) if meaning.is_causal else count
+
+
+def _sinks_of(sinks: Array, query: Array, rows: Array) -> Float[Array, "*B N R"]:
+    whole = jnp.broadcast_to(sinks, query.shape[:-1])  # [..., T, N]
+    return jnp.swapaxes(take_whole(whole, rows, -2), -1, -2)
