@@ -133,6 +133,7 @@ class RingDilatedAttention(linen.Module):
         mask: None = None,
         document_ids: Any = None,
         query_offset: Any = 0,
+        sinks: Float[Array, "..."] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
         sow_weights: bool = False,
@@ -169,7 +170,8 @@ class RingDilatedAttention(linen.Module):
         if self.normalize_qk:
             norm = functools.partial(linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
             heads = norm(name="query_ln")(heads[0]), norm(name="key_ln")(heads[1]), heads[2]
-        sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
+        own = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
+        sinks = own if sinks is None else sinks
         seed = self._dropout_seed(deterministic, dropout_rng)
         if self.decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)

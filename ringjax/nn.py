@@ -224,6 +224,7 @@ class RingDilatedAttention(nnx.Module):
         mask: None = None,
         document_ids: Any = None,
         query_offset: Any = 0,
+        sinks: Float[Array, "..."] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
@@ -239,6 +240,8 @@ class RingDilatedAttention(nnx.Module):
           mask: as Flax's module has it, refused: say is_causal, document_ids or query_offset instead.
           document_ids: the documents of tokens, see :func:`ring_dilated_attention`.
           query_offset: the position of the first query, see :func:`ring_dilated_attention`.
+          sinks: logits of sinks, [N] or what broadcasts to [..., T, N], instead of the module's, see
+            :func:`ring_dilated_attention`.
           deterministic: whether to drop nothing, instead of what the module says.
           rngs: streams whose "dropout" the seed is drawn from, instead of the module's.
           sow_weights: as Flax's module has it, refused where true.
@@ -258,12 +261,13 @@ class RingDilatedAttention(nnx.Module):
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         heads = self._project(inputs_q, inputs_k, inputs_v)  # [..., T, N, H], [..., S, K, H]
+        sinks = self._sinks if sinks is None else sinks
         seed = self._dropout_seed(deterministic, rngs)
         if self.decode if decode is None else decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
-            attended = self._decode(*heads, prefill=prefill)
+            attended = self._decode(*heads, sinks=sinks, prefill=prefill)
         else:
-            attended = self.settings.attend(*heads, document_ids, query_offset, seed, self._sinks)
+            attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks)
         attended = normalize_inner(attended, self.inner_norm)
         return self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
 
@@ -333,13 +337,13 @@ class RingDilatedAttention(nnx.Module):
             batch = (batch_size,) if isinstance(batch_size, int) else batch_size
             self.init_cache((*batch, max_length, self.in_features))
 
-    def _decode(self, query: Array, key: Array, value: Array, prefill: bool) -> Array:
+    def _decode(self, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool) -> Array:
         variables = [getattr(self, name) for name in _CACHE]
         if None in variables:
             raise ValueError("decode=True, but there is no cache: call init_cache first")
         cache = Cache(*(variable.get_value() for variable in variables))
         run = self.settings.prefill if prefill else self.settings.step
-        out, cache = run(query, key, value, cache, self._sinks)
+        out, cache = run(query, key, value, cache, sinks)
         for variable, rows in zip(variables, cache, strict=True):
             variable.set_value(rows)
         return out

@@ -30,6 +30,8 @@ class Functional:
 
     def __init__(self, library, **arguments):
         call = {name: arguments.pop(name) for name in ("document_ids", "query_offset") if name in arguments}
+        if hasattr(arguments.get("sinks"), "shape"):
+            call["sinks"] = arguments.pop("sinks")
         if library == "nnx":
             module = ringjax.RingDilatedAttention(4, WIDTH, **arguments, rngs=nnx.Rngs(0))
             self.definition, self.params = nnx.split(module)
@@ -79,6 +81,17 @@ def test_the_modules_agree():
     params = {"params": nnx.to_pure_dict(one.params)}
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, other.params)
     np.testing.assert_array_equal(one.apply(one.params, inputs()), other.apply(params, inputs()))
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_sinks_of_a_call(library):
+    """One for each row and head: those of the function, and of the module where they are the same in all rows."""
+    rows = jnp.sin(jnp.arange(LENGTH * 4.0, dtype=jnp.float32)).reshape(LENGTH, 4)
+    module = Functional(library, **PATTERN, sinks=rows)
+    of_heads = Functional(library, **PATTERN, sinks=rows[3])
+    out = module.apply(module.params, inputs())
+    np.testing.assert_allclose(out[:, 3], of_heads.apply(module.params, inputs())[:, 3], rtol=0, atol=2e-6)
+    assert not np.allclose(out[:, 4], of_heads.apply(module.params, inputs())[:, 4], atol=1e-3)
 
 
 def test_a_norm_of_all_heads_before_the_output():
