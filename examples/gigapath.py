@@ -1,0 +1,138 @@
+"""Encodes pathology slides with Prov-GigaPath's slide encoder, on any devices, without flash-attn.
+
+- `python examples/gigapath.py`: a synthetic slide of 10,000 tiles and random weights, on one device.
+- `python examples/gigapath.py --weights slide_encoder.pth --tiles slide.h5 --out embeddings.npz`: a slide's own tiles,
+  `features` [T, 1536] and `coords` [T, 2] in pixels, as .h5, .npz or .pt; weights as .pth, .safetensors or .npz.
+- `--mesh seq=8`: on eight devices; on a machine without so many, they are simulated.
+
+Wrong input ends it with exit code 2 and one line, and nothing is written.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from distribution import make_mesh, parse_mesh
+from flax import nnx
+from slide_encoder import SlideEncoder
+from slides import Slide, read_slide, read_weights, synthetic_slide
+
+NUM_TILES = 10_000
+DTYPES = ("float32", "bfloat16")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--weights", type=Path, help="a checkpoint of the slide encoder; random weights by default")
+    add("--tiles", type=Path, help=f"a slide's tiles; a synthetic slide of {NUM_TILES} by default")
+    add("--heads", type=int, default=16, help="the number of heads of the checkpoint")
+    add("--global-pool", action="store_true", help="the mean over the tiles, instead of the first token's state")
+    add("--padding", choices=("torchscale", "none"), default="torchscale", help="as trained, or without phantom keys")
+    add("--max-wsi-size", type=int, default=262144, help="the largest slide in pixels a side, which sets the segments")
+    add("--tile-size", type=int, default=256, help="the tiles in pixels a side")
+    add("--mesh", type=parse_mesh, help="the devices along the tiles, such as seq=8; one by default")
+    add("--dtype", choices=DTYPES, default="float32", help="the dtype of the computation")
+    add("--out", type=Path, help="an .npz file for `output` [D] and `layers` [layers + 1, D], one output of each layer")
+    add("--heatmap", type=Path, help="a .png file: the slide token's attention in the last layer, over the slide")
+    return parser.parse_args(argv)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Checks the mesh, and what will be written.
+
+    Raises:
+      ValueError: for axes that a slide has no use for, a file of another kind, or a folder that there is not.
+    """
+    for axis, size in (arguments.mesh or {}).items():
+        if axis != "seq" and size > 1:
+            raise ValueError(f"--mesh {axis}={size} would compute the same on each: one slide is cut along seq alone")
+    for name, suffix in (("out", ".npz"), ("heatmap", ".png")):
+        path = getattr(arguments, name)
+        if path is not None and (path.suffix != suffix or not path.parent.is_dir()):
+            raise ValueError(f"--{name} {path} must end in {suffix}, in a folder that there is")
+
+
+def make_encoder(arguments: argparse.Namespace, width: int) -> SlideEncoder:
+    """Returns the encoder, with the weights of the checkpoint, if there is one."""
+    options = {
+        "global_pool": arguments.global_pool,
+        "padding": arguments.padding,
+        "max_wsi_size": arguments.max_wsi_size,
+        "tile_size": arguments.tile_size,
+        "mesh": None if arguments.mesh is None else make_mesh(arguments.mesh),
+        "dtype": jnp.dtype(arguments.dtype),
+    }
+    if arguments.weights is None:
+        return SlideEncoder(num_heads=arguments.heads, in_features=width, **options, rngs=nnx.Rngs(0))
+    encoder = SlideEncoder.from_torch(read_weights(arguments.weights), num_heads=arguments.heads, **options)
+    if encoder.patch.in_features != width:
+        raise ValueError(
+            f"--tiles has embeddings of width {width}, and the encoder takes {encoder.patch.in_features}: give those "
+            "of its own tile encoder"
+        )
+    return encoder
+
+
+@nnx.jit(static_argnames="with_attention")
+def encode(
+    encoder: SlideEncoder, embeddings: jax.Array, coordinates: jax.Array, with_attention: bool
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns a slide's output [D], one of each layer [layers + 1, D], and the attention to its tiles [T]."""
+    states, output = encoder(embeddings[None], coordinates[None])
+    layers = states[:, 0, 1:].mean(axis=1) if encoder.global_pool else states[:, 0, 0]
+    attention = encoder.attention_of_slide(states)[0].mean(axis=0) if with_attention else None
+    return output[0], encoder.norm(layers), attention
+
+
+def draw(path: Path, slide: Slide, attention: np.ndarray, tile_size: int) -> None:
+    """Draws the attention over the slide, over that of equal shares."""
+    tiles = (slide.coordinates // tile_size).astype(int)
+    tiles -= tiles.min(axis=0)
+    image = np.full(tiles.max(axis=0) + 1, np.nan)
+    image[tuple(tiles.T)] = attention * len(attention)
+    figure, axes = plt.subplots(layout="constrained")
+    shown = axes.imshow(image.T, cmap="viridis", interpolation="none")
+    axes.set_xlabel("tile, along the first coordinate")
+    axes.set_ylabel("tile, along the second coordinate")
+    figure.colorbar(shown, label="attention of the slide's token, over that of equal shares")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Encodes the slide, and writes what was asked for."""
+    check_arguments(arguments)
+    slide = synthetic_slide(NUM_TILES, 1536) if arguments.tiles is None else read_slide(arguments.tiles)
+    encoder = make_encoder(arguments, slide.embeddings.shape[1])
+    devices = 1 if encoder.mesh is None else encoder.mesh.size
+    print(f"{len(slide.embeddings):,} tiles on {devices} of {jax.default_backend()}: compiling, encoding", flush=True)
+    begin = time.perf_counter()
+    found = encode(encoder, *map(jnp.asarray, slide), with_attention=arguments.heatmap is not None)
+    output, layers, attention = jax.device_get(found)
+    print(f"done in {time.perf_counter() - begin:.1f} s; the output has the norm {np.linalg.norm(output):.3f}")
+    if arguments.out is not None:
+        np.savez(arguments.out, output=np.asarray(output, np.float32), layers=np.asarray(layers, np.float32))
+    if arguments.heatmap is not None:
+        draw(arguments.heatmap, slide, np.asarray(attention, np.float64), arguments.tile_size)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the program; wrong input ends it with exit code 2."""
+    arguments = parse_arguments(argv)
+    try:
+        run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"gigapath.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

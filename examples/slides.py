@@ -1,0 +1,100 @@
+"""Slides and checkpoints in files: what is read is checked, and nothing in a file can run code."""
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Slide(NamedTuple):
+    """A slide: the embeddings of its tiles [T, C], and the coordinates of their corners [T, 2] in pixels."""
+
+    embeddings: np.ndarray
+    coordinates: np.ndarray
+
+
+def read_slide(path: Path) -> Slide:
+    """Reads `features` and `coords` of an .h5, .npz or .pt file.
+
+    Raises:
+      ValueError: if the file is of another kind, is damaged, or has not these two, of as many tiles.
+    """
+    arrays = _read(path, "--tiles", {".h5": _read_h5, ".npz": _read_npz, ".pt": _read_torch})
+    for name in ("features", "coords"):
+        if name not in arrays:
+            raise ValueError(
+                f"--tiles {path} has no {name}, but {', '.join(arrays) or 'nothing'}: give it 'features' and 'coords'"
+            )
+    slide = Slide(*(np.asarray(arrays[name], np.float32) for name in ("features", "coords")))
+    if slide.embeddings.ndim != 2 or slide.coordinates.shape != (len(slide.embeddings), 2) or not len(slide.embeddings):
+        shapes = slide.embeddings.shape, slide.coordinates.shape
+        raise ValueError(
+            f"--tiles {path} has features and coords of the shapes {shapes}: make them [T, width] and [T, 2]"
+        )
+    if not all(np.isfinite(array).all() for array in slide):
+        raise ValueError(f"--tiles {path} has numbers that are not finite: mend them")
+    return slide
+
+
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of a checkpoint, of a .pth, .safetensors or .npz file.
+
+    Raises:
+      ValueError: if the file is of another kind, is damaged, or wants to run code.
+    """
+    readers = {".pth": _read_torch, ".pt": _read_torch, ".safetensors": _read_safetensors, ".npz": _read_npz}
+    arrays = _read(path, "--weights", readers)
+    return {name: np.asarray(array) for name, array in arrays.get("model", arrays).items()}
+
+
+def synthetic_slide(num_tiles: int, width: int) -> Slide:
+    """Returns tiles on a grid, whose embeddings are random."""
+    rng = np.random.default_rng(0)
+    side = int(np.ceil(np.sqrt(num_tiles)))
+    coordinates = np.stack(np.divmod(np.arange(num_tiles), side), axis=-1) * 256.0
+    return Slide(rng.normal(size=(num_tiles, width)).astype(np.float32), coordinates.astype(np.float32))
+
+
+def _read(path: Path, option: str, readers: Mapping[str, Any]) -> Any:
+    if path.suffix not in readers:
+        raise ValueError(f"{option} {path} is of no known kind: give one of {', '.join(readers)}")
+    if not path.is_file():
+        raise ValueError(f"{option} {path} is no file: give one")
+    try:
+        return readers[path.suffix](path)
+    except ImportError as error:
+        raise ValueError(f"{option} {path} needs {error.name}: pip install {error.name}") from error
+    except pickle.UnpicklingError as error:
+        words = "holds more than arrays, which could run code: save a state_dict() alone"
+        raise ValueError(f"{option} {path} {words}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(f"{option} {path} cannot be read ({reason[0] if reason else type(error).__name__})") from error
+
+
+def _read_h5(path: Path) -> dict[str, np.ndarray]:
+    import h5py  # noqa: PLC0415  # only where such files are read
+
+    with h5py.File(path) as file:
+        return {name: np.asarray(file[name]) for name in ("features", "coords") if name in file}
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _read_torch(path: Path) -> Any:
+    import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+    # No object of a class: what a file could run is refused.
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file  # noqa: PLC0415
+
+    return load_file(path)

@@ -1,0 +1,94 @@
+"""The program that encodes slides: from files to files, and one line for what is wrong."""
+
+import os
+import zipfile
+
+import gigapath
+import h5py
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from test_slide_encoder import CASES, RECORDED
+
+from benchmarks.peers.gigapath_formula import inputs, parameters
+
+CASE = "61 tiles"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A checkpoint and a slide, each in two kinds of files."""
+    folder, case = tmp_path_factory.mktemp("slides"), CASES[CASE]
+    weights = {name: array.astype(np.float32) for name, array in parameters(3, 64, case["in_chans"]).items()}
+    save_file(weights, folder / "encoder.safetensors")
+    np.savez(folder / "encoder.npz", **weights)
+    embeddings, coordinates = (array[0] for array in inputs(case["length"], case["in_chans"]))
+    np.savez(folder / "slide.npz", features=embeddings, coords=coordinates)
+    with h5py.File(folder / "slide.h5", "w") as file:
+        file["features"], file["coords"] = embeddings, coordinates
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weights", "tiles", "options"),
+    [("encoder.safetensors", "slide.h5", []), ("encoder.npz", "slide.npz", ["--mesh", "seq=8"])],
+)
+def test_from_files_to_files(files, tmp_path, capsys, weights, tiles, options):
+    out, heatmap = tmp_path / "out.npz", tmp_path / "heat.png"
+    arguments = ["--weights", files / weights, "--tiles", files / tiles, "--out", out, "--heatmap", heatmap, *options]
+    gigapath.main([str(argument) for argument in arguments])
+    found = np.load(out)
+    np.testing.assert_allclose(found["output"], RECORDED[f"{CASE}/pooled"], rtol=0, atol=2e-4)
+    assert found["layers"].shape == (4, 64)
+    assert heatmap.read_bytes().startswith(b"\x89PNG")
+    assert "61 tiles on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--weights nowhere.pth", "--weights nowhere.pth is no file: give one"),
+        ("--weights slide.csv", "--weights slide.csv is of no known kind: give one of .pth, .pt, .safetensors, .npz"),
+        ("--weights broken.npz", "--weights broken.npz cannot be read ("),
+        ("--weights slide.npz", "the checkpoint has no patch_embed.proj.weight: give the slide encoder's"),
+        (
+            "--weights code.npz",
+            "--weights code.npz cannot be read (Object arrays cannot be loaded when allow_pickle=False)",
+        ),
+        ("--tiles encoder.npz", "--tiles encoder.npz has no features, but"),
+        ("--tiles flat.npz", "has features and coords of the shapes ((4,), (4, 2)): make them [T, width] and [T, 2]"),
+        ("--tiles nan.npz", "--tiles nan.npz has numbers that are not finite: mend them"),
+        (
+            "--weights encoder.npz --tiles wide.npz",
+            "has embeddings of width 7, and the encoder takes 24: give those",
+        ),
+        ("--out result.txt", "--out result.txt must end in .npz, in a folder that there is"),
+        ("--heatmap nowhere/heat.png", "--heatmap nowhere/heat.png must end in .png"),
+        ("--mesh data=2,seq=2", "--mesh data=2 would compute the same on each: one slide is cut along seq alone"),
+    ],
+)
+def test_wrong_input(files, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(gigapath, "encode", lambda *_, **__: pytest.fail("it went on to compile"))
+    (files / "broken.npz").write_bytes((files / "slide.npz").read_bytes()[:100])
+    np.savez(files / "flat.npz", features=np.ones(4), coords=np.ones((4, 2)))
+    np.savez(files / "nan.npz", features=np.full((4, 24), np.nan), coords=np.ones((4, 2)))
+    np.savez(files / "wide.npz", features=np.ones((4, 7)), coords=np.ones((4, 2)))
+    np.savez(files / "code.npz", **{"cls_token": np.array([os.system], dtype=object)})
+    before = sorted(files.iterdir())
+    with pytest.raises(SystemExit) as ended:
+        gigapath.main(options.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert sorted(files.iterdir()) == before
+
+
+def test_without_torch(files, monkeypatch, capsys):
+    with zipfile.ZipFile(files / "encoder.pth", "w") as file:
+        file.writestr("nothing", "")
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(SystemExit):
+        gigapath.main(["--weights", str(files / "encoder.pth")])
+    assert "needs torch: pip install torch" in capsys.readouterr().err
