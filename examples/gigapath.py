@@ -25,6 +25,7 @@ from slides import Slide, read_slide, read_weights, synthetic_slide
 
 NUM_TILES = 10_000
 DTYPES = ("float32", "bfloat16")
+STRATEGIES = ("ring", "all_gather", "all_to_all", "auto")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,6 +40,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-wsi-size", type=int, default=262144, help="the largest slide in pixels a side, which sets the segments")
     add("--tile-size", type=int, default=256, help="the tiles in pixels a side")
     add("--mesh", type=parse_mesh, help="the devices along the tiles, such as seq=8; one by default")
+    add("--strategy", choices=STRATEGIES, default="ring", help="how devices share a segment")
     add("--dtype", choices=DTYPES, default="float32", help="the dtype of the computation")
     add("--out", type=Path, help="an .npz file for `output` [D] and `layers` [layers + 1, D], one output of each layer")
     add("--heatmap", type=Path, help="a .png file: the slide token's attention in the last layer, over the slide")
@@ -68,6 +70,7 @@ def make_encoder(arguments: argparse.Namespace, width: int) -> SlideEncoder:
         "max_wsi_size": arguments.max_wsi_size,
         "tile_size": arguments.tile_size,
         "mesh": None if arguments.mesh is None else make_mesh(arguments.mesh),
+        "strategy": arguments.strategy,
         "dtype": jnp.dtype(arguments.dtype),
     }
     if arguments.weights is None:

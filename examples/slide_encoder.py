@@ -114,6 +114,7 @@ class SlideEncoder(nnx.Module):
       dtype: the dtype of the computation; that of the parameters by default.
       param_dtype: the dtype of the parameters.
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
+      strategy: how devices share a segment, see :func:`ringjax.ring_dilated_attention`.
       rngs: the random streams of the weights.
     """
 
@@ -135,6 +136,7 @@ class SlideEncoder(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         mesh: Any = None,
+        strategy: Any = "ring",
         rngs: nnx.Rngs,
     ) -> None:
         if padding not in ("torchscale", "none"):
@@ -152,6 +154,7 @@ class SlideEncoder(nnx.Module):
             "dilation_rates": self.dilation_rates,
             "offsets": "blocked",
             "mesh": mesh,
+            "strategy": strategy,
         }
         types = {"dtype": dtype, "param_dtype": param_dtype}
         make = lambda rngs: Layer(width, ffn_width or 4 * width, attention, types, rngs)

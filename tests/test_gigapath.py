@@ -31,7 +31,10 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("weights", "tiles", "options"),
-    [("encoder.safetensors", "slide.h5", []), ("encoder.npz", "slide.npz", ["--mesh", "seq=8"])],
+    [
+        ("encoder.safetensors", "slide.h5", []),
+        ("encoder.npz", "slide.npz", ["--mesh", "seq=8", "--strategy", "all_to_all"]),
+    ],
 )
 def test_from_files_to_files(files, tmp_path, capsys, weights, tiles, options):
     out, heatmap = tmp_path / "out.npz", tmp_path / "heat.png"
