@@ -6,6 +6,7 @@ The public function differentiates with an lse of its own; the rings need the ba
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ _NAMES = (
 _MORE_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
 _PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
+_MOST_NUMBERS = 2**31 - 1  # of an array with spans, whose places in memory are 32-bit integers
 
 
 @functools.cache
@@ -120,6 +122,9 @@ def attend(
     scale: float,
 ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
     """Returns the output and the lse of each row: zeros and -inf for one outside of all spans."""
+    if _is_beyond_offsets(pairs, query, key):
+        halve = lambda one, spans: attend(one[0], one[1], one[2], pairs._replace(spans=spans), scale)
+        return _in_halves(halve, (query, key, value), pairs.spans)
     pairs = _two_spans(pairs)
     out, stats = _bind("fwd", (query, key, value), pairs, scale, is_training=True)
     if pairs.spans is None:
@@ -134,6 +139,9 @@ def differentiate(
     queries: FusedQueries, keys: Keys, pairs: Pairs, scale: float
 ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
     """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
+    if _is_beyond_offsets(pairs, queries.query, keys.key):
+        halve = lambda one, spans: differentiate(one[0], one[1], pairs._replace(spans=spans), scale)
+        return _in_halves(halve, (queries, keys), pairs.spans)
     pairs, dtype, lse = _two_spans(pairs), queries.query.dtype, queries.lse.astype(jnp.float32)
     stats = lse.swapaxes(1, 2) if pairs.spans is None else _put_in_spans(lse, pairs.spans[0])
     given = stats, queries.out.astype(dtype), queries.out_grad.astype(dtype)
@@ -144,6 +152,27 @@ def differentiate(
     inside = (span.contains(grad.shape[1])[..., None, None] for span, grad in zip(sides, grads, strict=True))
     query_grad, key_grad, value_grad = (jnp.where(*one, 0) for one in zip(inside, grads, strict=True))
     return query_grad, key_grad, value_grad
+
+
+def _is_beyond_offsets(pairs: Pairs, query: Array, key: Array) -> bool:
+    return pairs.spans is not None and max(query.size, key.size) > _MOST_NUMBERS
+
+
+def _in_halves(compute: Callable[[Any, Any], Any], arrays: Any, spans: Any) -> Any:
+    """Computes the first half of the batch and the second one.
+
+    Raises:
+      ValueError: if there is but one.
+    """
+    batch = spans[0].start.shape[0]
+    if batch == 1:
+        raise ValueError(
+            f"implementation='cudnn' takes {_MOST_NUMBERS} numbers at most of one sequence with documents on a device: "
+            "shard it over more devices, or say implementation='xla'"
+        )
+    halves = slice(None, batch // 2), slice(batch // 2, None)
+    parts = [compute(*jax.tree.map(lambda array, half=half: array[half], (arrays, spans))) for half in halves]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
 # With spans, cuDNN's statistics of rows have one batch for each span, whose first row is at zero.

@@ -504,9 +504,11 @@ class Emulated:
         return tuple(map(junk, grads, (inside[0], inside[1], inside[1])))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal):
-    """The numbers of a row are in a batch of its span, counted from that span's first row."""
+@pytest.mark.parametrize(("is_causal", "most_numbers"), [(False, 2**31), (True, 2**31), (True, 200)])
+def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
+    """The numbers of a row are in a batch of its span, counted from that span's first row; batches that are too large
+    are cut."""
+    monkeypatch.setattr(_cudnn, "_MOST_NUMBERS", most_numbers)
     for direction in ("fwd", "bwd"):
         monkeypatch.setattr(_cudnn._jax, f"_dot_product_attention_{direction}_p_wrapper", Emulated(direction))
     rng = np.random.default_rng(0)
@@ -524,6 +526,13 @@ def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal):
         exact = DenseKernel().differentiate(queries, Keys(key, value), pairs, 0.5)
         for one, other in zip(found, exact, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_one_sequence_that_is_too_large(monkeypatch):
+    monkeypatch.setattr(_cudnn, "_MOST_NUMBERS", 100)
+    array, span = jnp.zeros((1, 16, 1, 8)), Span(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match="takes 100 numbers at most of one sequence with documents .*: shard it over"):
+        _cudnn.attend(array, array, array, Pairs(spans=(span, span)), 1.0)
 
 
 def test_what_rows_of_several_documents_need(monkeypatch):
