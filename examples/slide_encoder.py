@@ -63,9 +63,7 @@ def phantoms(
     return jnp.where(count > 0, jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), _NONE)
 
 
-def positions_2d(
-    coordinates: Float[Array, "B T 2"], width: int, tile_size: int, num_grids: int
-) -> Float[Array, "B T D"]:
+def positions_2d(coordinates: Float[Array, "B T 2"], width: int, tile_size: int) -> Float[Array, "B T D"]:
     """Returns the sin-cos embeddings of tiles at coordinates in pixels."""
     row, column = jnp.moveaxis(jnp.floor(coordinates / tile_size), -1, 0)
     frequency = jnp.asarray(10000.0 ** -(np.arange(width // 4) / (width / 4)), row.dtype)
@@ -110,7 +108,6 @@ class SlideEncoder(nnx.Module):
       global_pool: whether the output is the mean over the tiles, instead of the first token's state.
       max_wsi_size: the largest slide, in pixels a side.
       tile_size: the tiles, in pixels a side.
-      num_grids: the tiles of a row of the slide's grid.
       dtype: the dtype of the computation; that of the parameters by default.
       param_dtype: the dtype of the parameters.
       mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
@@ -132,7 +129,6 @@ class SlideEncoder(nnx.Module):
         global_pool: bool = False,
         max_wsi_size: int = 262144,
         tile_size: int = 256,
-        num_grids: int = 1000,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         mesh: Any = None,
@@ -145,7 +141,7 @@ class SlideEncoder(nnx.Module):
             raise ValueError(
                 f"width={width} must be a multiple of 4: positions are sines and cosines of two coordinates"
             )
-        self.padding, self.global_pool, self.tile_size, self.num_grids = padding, global_pool, tile_size, num_grids
+        self.padding, self.global_pool, self.tile_size = padding, global_pool, tile_size
         self.segment_lengths = tuple(segment_lengths or segment_lengths_of(max_wsi_size, tile_size))
         self.dilation_rates, self.num_heads, self.mesh = tuple(dilation_rates), num_heads, mesh
         attention = {
@@ -179,10 +175,7 @@ class SlideEncoder(nnx.Module):
         """
         states, length = self._embed(embeddings, coordinates), embeddings.shape[1] + 1
         states, document_ids = ringjax.pad_to_mesh(states, mesh=self.mesh)
-        options: dict[str, Any] = {"document_ids": document_ids}
-        if self.padding == "torchscale":
-            sizes = self.num_heads, self.segment_lengths, self.dilation_rates
-            options["sinks"] = phantoms(jnp.arange(states.shape[1]), length, *sizes)
+        options = {"document_ids": document_ids, "sinks": self._sinks(states.shape[1], length)}
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
         def run(states: Array, layer: Layer) -> tuple[Array, Array]:
@@ -198,14 +191,19 @@ class SlideEncoder(nnx.Module):
         last = jax.tree.map(lambda array: array[-1], self.layers)
         hidden = last.attention_norm(states[-2])
         query, key, length = last.attention.query(hidden), last.attention.key(hidden), hidden.shape[1]
-        sizes = self.num_heads, self.segment_lengths, self.dilation_rates
-        sinks = phantoms(jnp.arange(length), length, *sizes) if self.padding == "torchscale" else None
+        sinks = self._sinks(length, length)
         pattern = last.attention.settings.pattern
         return ringjax.attention_weights(query, key, [0], pattern=pattern, sinks=sinks)[..., 0, 1:]
 
+    def _sinks(self, num_rows: int, length: int) -> Float[Array, "T N"] | None:
+        """Returns the logits that stand for the phantoms of so many rows, of which the first `length` are tokens."""
+        if self.padding == "none":
+            return None
+        return phantoms(jnp.arange(num_rows), length, self.num_heads, self.segment_lengths, self.dilation_rates)
+
     def _embed(self, embeddings: Array, coordinates: Array) -> Float[Array, "B 1+T D"]:
         tiles = self.patch(embeddings)
-        tiles += positions_2d(coordinates, tiles.shape[-1], self.tile_size, self.num_grids).astype(tiles.dtype)
+        tiles += positions_2d(coordinates, tiles.shape[-1], self.tile_size).astype(tiles.dtype)
         first = jnp.broadcast_to(self.cls_token.astype(tiles.dtype), (tiles.shape[0], 1, tiles.shape[-1]))
         return jnp.concatenate([first, tiles], axis=1)
 

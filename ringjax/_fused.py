@@ -77,7 +77,7 @@ class FusedGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Implementation):
-    """The implementation by a fused kernel, of branches that are dense."""
+    """The implementation by a fused kernel, of branches in which it can tell which rows attend to each other."""
 
     kernel: Kernel
 

@@ -130,7 +130,7 @@ def switch(meeting: Meeting, compute: Callable[..., Any], queries: Any, keys: Ke
     views = meeting.queries.of_batch(batch), meeting.keys.of_batch(batch)
     # By the order of the shards: the same, keys that are earlier, and later ones.
     ways = list(_own_pieces(branch, *views)), *_other_pieces(branch, *views)
-    if not branch.is_causal and branch.is_dense and views[0].labels is None:
+    if not branch.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
         ways = (ways[0],) * 3
     possible = ways if not isinstance(meeting.hops, int) else ways[1:] if meeting.hops else ways[:1]
     cases = [way for number, way in enumerate(possible) if not any(way is other for other in possible[:number])]

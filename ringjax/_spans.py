@@ -113,5 +113,7 @@ def find_shared(queries: Labels, keys: Labels) -> tuple[Span, Span]:
 
 def are_apart(queries: Labels, keys: Labels) -> Bool[Array, "B"]:
     """Returns whether the documents of one chunk do not come before those of the other, but for a common one."""
-    first, other = ((labels.least.document[:, 0], labels.document.max(axis=1)) for labels in (queries, keys))
-    return (first[1] <= other[0]) | (other[1] <= first[0])
+    (least, most), (least_key, most_key) = (
+        (labels.least.document[:, 0], labels.document.max(axis=1)) for labels in (queries, keys)
+    )
+    return (most <= least_key) | (most_key <= least)

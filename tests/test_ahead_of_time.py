@@ -74,7 +74,9 @@ def test_documents_travel_with_their_keys():
     arguments = {"length": TOKENS * 32, "pattern": ((TOKENS * 32,), (1,)), "has_documents": True}
     text = compile_for("4 x 8 H100s", True, implementation="cudnn", **arguments).as_text()
     assert "__cudnn" in text
-    assert all(loop_permutes(text))
+    permutes = loop_permutes(text)
+    assert permutes
+    assert all(permutes)
     assert "all-gather" not in text
 
 
