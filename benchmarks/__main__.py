@@ -22,6 +22,7 @@ CLAIMS = {
     "compile_time": "A gradient is traced and compiled in seconds",
     "endurance": "Training survives kills, long runs, and rings in bfloat16",
     "kernels": "On TPUs the matrix units are in use for most of a kernel's bundles",
+    "gpu_kernels": "On Hopper GPUs a kernel's instructions may hide behind its products, and none spills",
     "deviceless": "cuDNN has an engine for all that it is asked for",
     "ahead_of_time": "On H100s and TPUs the ring sends the fewest bytes and hides all of them behind computation",
 }

@@ -33,6 +33,7 @@ REQUIREMENTS = {
         "nvidia-cublas-cu12",
         "nvidia-cuda-nvrtc-cu12",
         "nvidia-cuda-runtime-cu12",
+        "nvidia-cuda-nvdisasm",
     ),
 }
 PYTHONS = {"peers": "python3.11", "plugins": sys.executable, "cudnn": "python3.12"}
@@ -51,13 +52,19 @@ def run_peer(script: str, *arguments: int | str) -> Any:
     return _run(_interpreter("peers"), str(PEERS / script), *map(str, arguments))
 
 
-def run_module(module: str, *arguments: str, environment: str | None = None, libraries: str | None = None) -> Any:
+def run_module(
+    module: str,
+    *arguments: str,
+    environment: str | None = None,
+    libraries: str | None = None,
+    variables: dict[str, str] | None = None,
+) -> Any:
     """Runs a module of these benchmarks in a process of its own; returns what it prints as JSON.
 
-    `libraries` are the folders of libraries that it finds before others.
+    `libraries` are the folders of libraries that it finds before others, `variables` those of the process.
     """
     python = _interpreter(environment) if environment else sys.executable
-    return _run(python, "-m", module, *arguments, libraries=libraries)
+    return _run(python, "-m", module, *arguments, libraries=libraries, variables=variables)
 
 
 def folder_of(name: str) -> Path:
@@ -76,12 +83,12 @@ def _interpreter(name: str) -> str:
     return str(interpreter)
 
 
-def _run(*command: str, libraries: str | None = None) -> Any:
+def _run(*command: str, libraries: str | None = None, variables: dict[str, str] | None = None) -> Any:
     # Where this process has the TPUs' compiler, jax names it here, and another environment has its own; another version
     # of XLA does not know all flags of this one.
     dropped = {"TPU_LIBRARY_PATH"} | ({"XLA_FLAGS"} if libraries else set())
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | VARIABLES
-    environment |= {"LD_LIBRARY_PATH": libraries} if libraries else {}
+    environment |= ({"LD_LIBRARY_PATH": libraries} if libraries else {}) | (variables or {})
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
     sys.stderr.write(done.stderr)
     done.check_returncode()

@@ -28,11 +28,12 @@ from ringjax import DilatedPattern, Segments, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._meeting import Meeting, Slots, make_mask
 from ringjax._mesh import Placement
-from ringjax._mosaic import STEP_ROWS, TILE_ROWS, Mosaic
+from ringjax._mosaic import TILE_ROWS, MosaicTpu
 from ringjax._plan import Plan
 from ringjax._protocol import Request
 from ringjax._schedule import make_schedule
 from ringjax._tile_list import WHOLE, list_tiles
+from ringjax._tpu import STEP_ROWS
 
 LENGTH, HEADS, WIDTH = 8192, 4, 128
 # The topology of a chip's description, and the products of numbers that its matrix units begin in a cycle.
@@ -185,7 +186,7 @@ def rows_of(chip: str, program: str, found: dict[str, Any]) -> list[dict[str, An
 
 def steps_of(branch: Any, pattern: DilatedPattern, stays: int) -> int:
     """Returns how many steps a kernel takes in a branch, for one head; no mask cuts a tile in them."""
-    shape, mosaic = jax.ShapeDtypeStruct((1, branch.queries.length, 1, WIDTH), jnp.bfloat16), Mosaic()
+    shape, mosaic = jax.ShapeDtypeStruct((1, branch.queries.length, 1, WIDTH), jnp.bfloat16), MosaicTpu()
     branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
     rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
     slots = Slots(rows, rows.shard[None], False)

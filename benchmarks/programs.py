@@ -26,7 +26,7 @@ def entry_permutes(text: str) -> list[bool]:
 
 
 def _hidden(lines: list[str]) -> list[bool]:
-    computes = re.compile(r" (while|conditional)\(|__cudnn|tpu_custom_call")
+    computes = re.compile(r" (while|conditional)\(|__cudnn|tpu_custom_call|mosaic_gpu")
     found = []
     for index, line in enumerate(lines):
         if re.search(r" collective-permute\(", line):  # synchronous: nothing runs meanwhile

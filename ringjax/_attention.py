@@ -27,7 +27,7 @@ from ringjax._call import Call, record
 from ringjax._cost import Work
 from ringjax._device import Context
 from ringjax._forecast import schedules_of
-from ringjax._implementation import IMPLEMENTATIONS, ImplementationName
+from ringjax._implementation import NAMES, ImplementationName
 from ringjax._machine import machine_of
 from ringjax._mesh import Placement, check_mesh, find_mesh, find_placement, warn_of_length, warn_of_mesh
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
@@ -203,7 +203,7 @@ def ring_dilated_attention(
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
-    check_choices(is_causal, strategy, STRATEGIES, implementation, IMPLEMENTATIONS)
+    check_choices(is_causal, strategy, STRATEGIES, implementation, NAMES)
     check_exchange_size(exchange_size, strategy)
     check_mesh(mesh, axis_name, spec)
     documents = read_documents(document_ids, query, key)

@@ -19,7 +19,7 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cache import Cache, make_cache
 from ringjax._decode import Decoder
-from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._implementation import NAMES
 from ringjax._mesh import check_mesh, find_placement, token_positions
 from ringjax._pattern import DilatedPattern
 from ringjax._promotion import with_own_promotion
@@ -73,7 +73,7 @@ class Settings:
         self.pattern.heads_of(0, num_kv_heads)
         check_numbers(None, self.logits_soft_cap, self.dropout_rate)
         read_order(self.documents_are_sorted)
-        check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, IMPLEMENTATIONS)
+        check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, NAMES)
         check_exchange_size(self.exchange_size, self.strategy)
         check_mesh(self.mesh, self.axis_name, self.spec)
         if theta is not None and not isinstance(theta, numbers.Real):

@@ -6,19 +6,25 @@ from typing import Literal
 
 from ringjax import _cudnn
 from ringjax._fused import Fused
-from ringjax._mosaic import Mosaic
+from ringjax._mosaic import MosaicGpu, MosaicTpu
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._xla import Xla
 
 ImplementationName = Literal["xla", "cudnn", "mosaic"]
 
-# By preference: the last one serves everything, and of the others each says itself what it cannot.
+# Each says itself what it cannot serve.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Fused(_cudnn),
-    "mosaic": Mosaic(),
+    "mosaic_tpu": MosaicTpu(),
+    "mosaic_gpu": MosaicGpu(),
     "xla": Xla(),
 }
+# Those of each name that callers may give, and the name of each.
+NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
+NAME_OF = {own: name for name, several in NAMES.items() for own in several}
+# What is taken where no name is given, by preference: the last one serves everything.
+PREFERENCE = "cudnn", "mosaic_tpu", "xla"
 
 
 def implement(
@@ -29,20 +35,25 @@ def implement(
     Raises:
       ValueError: if the named implementation cannot serve all branches.
     """
-    names = IMPLEMENTATIONS if name is None else (name,)
     if with_warning and name is None and request.unmapped:
         _warn_of_axes(branches, request)
-    return tuple(_choose(branch, tuple(names), request) for branch in branches)
+    return tuple(_choose(branch, name, request) for branch in branches)
 
 
-def _choose(branch: BranchSchedule, names: tuple[str, ...], request: Request) -> BranchSchedule:
+def _choose(branch: BranchSchedule, name: str | None, request: Request) -> BranchSchedule:
     reason = None
-    for name in names:
-        prepared = _prepare(request, branch, name)
-        reason = IMPLEMENTATIONS[name].obstacle(request, prepared)
+    for own in PREFERENCE if name is None else _of_platform(NAMES[name], request.platform):
+        prepared = _prepare(request, branch, own)
+        reason = IMPLEMENTATIONS[own].obstacle(request, prepared)
         if reason is None:
             return prepared
-    raise ValueError(f"implementation={names[-1]!r} cannot serve: {reason}; leave it out for the fastest that can")
+    raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
+
+
+def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
+    """Returns the names with those of other platforms first: what is said at last is why this one cannot."""
+    platform = {"gpu": "cuda"}.get(platform, platform)
+    return tuple(sorted(names, key=lambda name: IMPLEMENTATIONS[name].platform == platform))
 
 
 def _prepare(request: Request, branch: BranchSchedule, name: str) -> BranchSchedule:
@@ -51,7 +62,8 @@ def _prepare(request: Request, branch: BranchSchedule, name: str) -> BranchSched
 
 def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> None:
     """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
-    for name, implementation in IMPLEMENTATIONS.items():
+    for name in PREFERENCE:
+        implementation = IMPLEMENTATIONS[name]
         for branch in branches:
             prepared = _prepare(request, branch, name)
             if implementation.obstacle(request._replace(unmapped=()), prepared) is None:

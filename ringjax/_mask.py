@@ -7,6 +7,7 @@ by side, K key/value heads, O the heads that masks tell apart, G query heads of 
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -154,17 +155,18 @@ def is_allowed(of_queries: QueryMask, of_keys: KeyMask) -> Any:
     if of_queries.residue is not None and of_keys.residue is not None:
         is_allowed &= of_queries.residue == of_keys.residue
     for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
-        is_allowed &= ~_is_taken(query, key, position)
+        is_allowed &= _is_left(query, key, position)
     return is_allowed
 
 
-def _is_taken(query: Taken, key: Taken, position: Any) -> Any:
-    conditions = []
+def _is_left(query: Taken, key: Taken, position: Any) -> Any:
+    """Returns which pairs are not taken."""
+    reasons = []
     if query.label is not None and key.label is not None:
-        conditions.append(query.label == key.label)
+        reasons.append(query.label != key.label)
     if query.first is not None and query.last is not None:
-        conditions += [query.first <= position, position <= query.last]
-    return functools.reduce(jnp.logical_and, conditions)
+        reasons += [position < query.first, query.last < position]
+    return functools.reduce(operator.or_, reasons)
 
 
 def outline_queries(mask: QueryMask, num_groups: int) -> Outline:

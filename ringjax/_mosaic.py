@@ -5,8 +5,9 @@ chunk. Masks are of tiles of so many rows as a kernel takes, which do not end wh
 said by the masks.
 """
 
+import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +19,37 @@ from ringjax._block import Keys, Weighting
 from ringjax._fused import FusedGradients, FusedPartial
 from ringjax._mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
+from ringjax._operands import Stats
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
-from ringjax._tpu import LANES, Stats
 
-# The rows of tiles of queries and of keys, by the kind of the device; 512 each on others. More compute longer for what
+LANES = 128  # rows of tiles are multiples of these
+# The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
 # is read, which the v6e with its many products needs.
 TILE_ROWS = {"v6": (1024, 512)}
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
-# The most rows that come by in a step, and the numbers of tiles that these may be.
-STEP_ROWS = 2048
-_PARTS = 4, 2, 1
+# The GPUs whose matrix units the kernels for GPUs use.
+HOPPER = "H100", "H200", "H800", "H20", "GH200"
+FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
 # What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
 _NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
 _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
+
+
+@runtime_checkable
+class Kernels(Protocol):
+    """The kernels for one kind of devices; `_tpu` says what each computes.
+
+    `PARTS` are the numbers of tiles that may come by in one step.
+    """
+
+    @property
+    def PARTS(self) -> tuple[int, ...]: ...  # noqa: N802
+
+    forward: Any
+    backward_queries: Any
+    backward_keys: Any
 
 
 class MosaicQueries(NamedTuple):
@@ -46,22 +63,35 @@ class MosaicQueries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mosaic(Implementation):
-    """The implementation by kernels for TPUs; `interpret` runs them anywhere, slowly, as Pallas takes it."""
+    """The implementation by kernels; `interpret` runs them anywhere, slowly, as Pallas takes it."""
 
     interpret: Any = False
 
     slots_axis = 2
-    platform = "tpu"
     is_added_at_once = False
+    dtypes: ClassVar[tuple[str, str]]  # those that it computes in
+
+    @property
+    @abc.abstractmethod
+    def kernels(self) -> Kernels:
+        """The kernels."""
+
+    @abc.abstractmethod
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, None where they can."""
+
+    @abc.abstractmethod
+    def tile_rows(self, request: Request) -> tuple[int, int]:
+        """Returns the most rows of tiles of queries and of keys."""
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
         """Returns why it cannot serve a request in a branch, None where it can."""
         del branch
         query, key, value = request.query, request.key, request.value
-        if request.platform != "tpu" and not self.interpret:
-            return f"it runs on TPUs, and the devices are of platform {request.platform!r}"
-        if query.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"it computes in bfloat16 and float32, and query is of {query.dtype}"
+        if not self.interpret and (reason := self.obstacle_of_hardware(request)):
+            return reason
+        if query.dtype not in self.dtypes:
+            return f"it computes in {' and '.join(self.dtypes)}, and query is of {query.dtype}"
         if not query.dtype == key.dtype == value.dtype:
             return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
         if request.precision not in _PRECISIONS:
@@ -74,9 +104,7 @@ class Mosaic(Implementation):
 
     def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
-        sizes = (size for part, size in TILE_ROWS.items() if part in request.device_kind)
-        rows = next(sizes, (512, 512)) if request.block_size is None else 2 * (min(request.block_size, MAX_TILE_ROWS),)
-        return dataclasses.replace(branch.in_whole_chunks(), tile_rows=rows)
+        return dataclasses.replace(branch.in_whole_chunks(), tile_rows=self.tile_rows(request))
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts heads before rows."""
@@ -90,7 +118,7 @@ class Mosaic(Implementation):
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
         """Returns the masks of tiles of queries."""
-        mask = _tile(mask_queries(_unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
+        mask = self._tile(mask_queries(_unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
         return View(mask, outline_queries(mask, 1), slots.documents is not None)
 
     def see_keys(self, slots: Slots) -> View:
@@ -99,7 +127,7 @@ class Mosaic(Implementation):
         # All slots hold a key, or say whether they do; those that fill tiles do not.
         is_key = mask.position >= 0
         mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
-        mask = _tile(mask, _tile_rows(slots)[1])
+        mask = self._tile(mask, _tile_rows(slots)[1])
         is_member = slots.rows.heads.is_member
         return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
 
@@ -117,7 +145,7 @@ class Mosaic(Implementation):
         key, value = (_pad(array, of_keys) for array in keys)
         before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
         arrays = _pad(query, of_queries), key, value, mask, weighting
-        out, lse = _tpu.forward(*arrays, _parts(of_keys), before, self.interpret)
+        out, lse = self.kernels.forward(*arrays, before, self.interpret)
         return FusedPartial(out[:, :, :length], lse[:, :, :length])
 
     def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
@@ -151,14 +179,74 @@ class Mosaic(Implementation):
         arrays = padded.query, key, value, padded.out_grad, Stats(padded.lse, padded.delta), mask, weighting
         before = lambda of_mask, *sums: None if meeting.is_only else tuple(_pad(one, of_mask) for one in sums)
         of_query, of_others = before(of_queries, grads.query), before(of_keys, grads.key, grads.value)
-        query_grad = _tpu.backward_queries(*arrays, _parts(of_keys), of_query, self.interpret)
-        keys_grad = _tpu.backward_keys(*arrays, _parts(of_queries), of_others, self.interpret)
+        query_grad = self.kernels.backward_queries(*arrays, of_query, self.interpret)
+        keys_grad = self.kernels.backward_keys(*arrays, of_others, self.interpret)
         return FusedGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
 
     def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values."""
         del weighting  # the kernel's
         return grads.query, grads.key, grads.value
+
+    def _tile(self, mask: Any, most_rows: int) -> Any:
+        return _tile(mask, most_rows, self.kernels.PARTS)
+
+
+class MosaicTpu(Mosaic):
+    """The implementation by kernels for TPUs."""
+
+    platform = "tpu"
+    dtypes = "bfloat16", "float32"
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels."""
+        return _tpu
+
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, None where they can."""
+        if request.platform != "tpu":
+            return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
+        return None
+
+    def tile_rows(self, request: Request) -> tuple[int, int]:
+        """Returns the most rows of tiles of queries and of keys."""
+        if request.block_size is not None:
+            rows = min(request.block_size, MAX_TILE_ROWS)
+            return rows, rows
+        return next((size for part, size in TILE_ROWS.items() if part in request.device_kind), (512, 512))
+
+
+class MosaicGpu(Mosaic):
+    """The implementation by kernels for Hopper GPUs."""
+
+    platform = "cuda"
+    dtypes = "bfloat16", "float16"
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels, which no other devices need to be able to import."""
+        from ringjax import _gpu  # noqa: PLC0415
+
+        return _gpu
+
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, None where they can."""
+        if request.platform not in ("gpu", "cuda"):
+            return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
+        if not any(name in request.device_kind.upper() for name in HOPPER):
+            return f"of GPUs it runs on {', '.join(HOPPER)}, and the devices are {request.device_kind!r}"
+        if jax.__version_info__ < FIRST_JAX:
+            return f"on GPUs it needs jax {'.'.join(map(str, FIRST_JAX))}, and this is {jax.__version__}"
+        widths = request.query.shape[-1], request.value.shape[-1]
+        if not {64, 128}.issuperset(widths):
+            return f"on GPUs heads must be 64 or 128 wide in query and in value: they are {widths[0]} and {widths[1]}"
+        return None
+
+    def tile_rows(self, request: Request) -> tuple[int, int]:
+        """Returns the most rows of tiles of queries and of keys: those that registers have room for."""
+        del request
+        return LANES, LANES
 
 
 def _unfold(slots: Slots) -> Slots:
@@ -174,14 +262,14 @@ def _tile_rows(slots: Slots) -> tuple[int, int]:
     return slots.branch.tile_rows
 
 
-def _tile(mask: Any, most_rows: int) -> Any:
+def _tile(mask: Any, most_rows: int, parts: tuple[int, ...]) -> Any:
     """Cuts masks of chunks [J, A, C, O, R], or [J, B, C, K, G, R], into tiles, the last with rows that are none."""
 
     def cut(path: Any, array: Array) -> Array:
         rows = jnp.moveaxis(array, (0, 2), (-3, -2))
         rows = rows.reshape(*rows.shape[:-3], -1)  # [A, O, J * C * R]
         fill = jnp.asarray(_NONE.get(getattr(path[-1], "name", ""), 0), rows.dtype)
-        count, size = _tiles(rows.shape[-1], most_rows)
+        count, size = _tiles(rows.shape[-1], most_rows, parts)
         rows = jnp.pad(rows, _ends(rows, -1, count * size), constant_values=fill)
         tiles = rows.reshape(*rows.shape[:-1], count, size)
         return jnp.moveaxis(tiles, -2, 0)[:, :, None]  # [I, A, 1, O, R]
@@ -200,17 +288,11 @@ def _ends(array: Array, axis: int, size: int) -> list[tuple[int, int]]:
     return ends
 
 
-def _tiles(length: int, most_rows: int) -> tuple[int, int]:
+def _tiles(length: int, most_rows: int, choices: tuple[int, ...]) -> tuple[int, int]:
     """Returns how many tiles there are of so many rows, and the rows of one: whole registers, and whole steps."""
     least = -(-length // most_rows)
     rows = -(-length // (least * LANES)) * LANES
     count = -(-length // rows)
     # Steps of several tiles, where that adds a quarter at most.
-    parts = next(parts for parts in _PARTS if 4 * (-(-count // parts) * parts) <= 5 * count)
+    parts = next(parts for parts in choices if 4 * (-(-count // parts) * parts) <= 5 * count)
     return -(-count // parts) * parts, rows
-
-
-def _parts(of_mask: Array) -> int:
-    """Returns how many tiles come by in a step."""
-    count, rows = of_mask.shape[0], of_mask.shape[-1]
-    return next(parts for parts in _PARTS if count % parts == 0 and (parts * rows <= STEP_ROWS or parts == 1))

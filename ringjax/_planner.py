@@ -1,6 +1,7 @@
 """The planner: what each strategy will take for a model and a mesh, in a table, before anything runs."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from ringjax._branch import Branch
 from ringjax._call import Call
 from ringjax._cost import Work
 from ringjax._forecast import Forecast, all_forecasts, choose
-from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._implementation import IMPLEMENTATIONS, NAME_OF, PREFERENCE
 from ringjax._machine import Machine, find_machine
 from ringjax._pattern import DilatedPattern, read_pattern
 from ringjax._plan import choose_block_size
@@ -79,15 +80,12 @@ class Comparison:
         found = []
         for branch in self.best.branches:
             reasons = []
-            for name, implementation in IMPLEMENTATIONS.items():
-                if name == branch.implementation:
-                    break
-                request = self.call.request
+            for own in itertools.takewhile(lambda own, branch=branch: own != branch.implementation, PREFERENCE):
+                implementation, request = IMPLEMENTATIONS[own], self.call.request
                 reason = implementation.obstacle(request, implementation.prepare(request, branch))
-                reasons.append(f"not {name}: {reason}")
-            found.append(
-                {"branch": str(branch.branch), "implementation": branch.implementation, "why": "; ".join(reasons)}
-            )
+                reasons.append(f"not {NAME_OF[own]}: {reason}")
+            name = NAME_OF[branch.implementation]
+            found.append({"branch": str(branch.branch), "implementation": name, "why": "; ".join(reasons)})
         return found
 
     @property

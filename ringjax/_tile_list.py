@@ -29,6 +29,14 @@ class TileList(NamedTuple):
     length: Int[Array, ""]
 
 
+class Runs(NamedTuple):
+    """The tiles that stay, of each list those of most steps first, and where the steps of each are in a list."""
+
+    tile: Int[Array, "L I"]
+    start: Int[Array, "L I"]
+    stop: Int[Array, "L I"]
+
+
 class Step(NamedTuple):
     """What a step is told, of scalars that a kernel reads; it is taken by each of the heads that share a tile."""
 
@@ -86,6 +94,17 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
     # A tile that meets none takes the first step, and finds nothing.
     is_step = some | ~some.any(axis=2, keepdims=True) & (column == 0)
     return _list_steps(is_step, row << _HALF | column, note)
+
+
+def find_runs(visits: Visits) -> Runs:
+    """Returns where the steps of each tile are in the list of `list_tiles`, with one tile that comes by in a step.
+
+    Who begins with the longest runs ends with short ones, and no processor is left alone with a long one.
+    """
+    length = jnp.maximum(visits.meets.sum(axis=2, dtype=jnp.int32), 1)  # [L, I]
+    stop = jnp.cumsum(length, dtype=jnp.int32).reshape(length.shape)
+    order = jnp.argsort(-length, axis=1).astype(jnp.int32)
+    return Runs(order, *(jnp.take_along_axis(array, order, axis=1) for array in (stop - length, stop)))
 
 
 def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:

@@ -7,7 +7,7 @@ width of queries and keys, V width of values, Rq and Rk the rows of a tile of qu
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,14 @@ from jaxtyping import Array, Float
 from ringjax import _dropout
 from ringjax._block import Weighting
 from ringjax._mask import Mask, is_allowed
+from ringjax._operands import KEYS, QUERIES, Call, Sizes, Stats
 from ringjax._tile_list import CUT, SOME, WHOLE, Step
-from ringjax._tpu_call import KEYS, QUERIES, Call, Sizes, launch
+from ringjax._tpu_call import launch
 
 LANES = 128  # the columns of a register
+# The numbers of tiles that may come by in a step, and the most rows of these.
+PARTS = 4, 2, 1
+STEP_ROWS = 2048
 _LOG2E = 1 / math.log(2)
 _HALVED_ROWS = 512  # the rows of tiles of queries that are computed in halves
 # What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
@@ -31,11 +35,10 @@ _LEAST = -0.7 * float(np.finfo(np.float32).max)
 Sums = tuple[Array, ...]
 
 
-class Stats(NamedTuple):
-    """What the backward needs of each query: its lse, infinite where it attends to nothing, and its delta."""
-
-    lse: Float[Array, "B N T"]
-    delta: Float[Array, "B N T"]
+def _parts(of_mask: Array) -> int:
+    """Returns how many tiles come by in a step."""
+    count, rows = of_mask.shape[0], of_mask.shape[-1]
+    return next(parts for parts in PARTS if count % parts == 0 and (parts * rows <= STEP_ROWS or parts == 1))
 
 
 # In a kernel. Numbers of rows lie along lanes, [1, R]; where they have to lie along sublanes, they are transposed once
@@ -120,7 +123,6 @@ def forward(
     value: Float[Array, "B K S V"],
     mask: Mask,
     weighting: Weighting,
-    parts: int,
     before: Sums | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
@@ -136,13 +138,13 @@ def forward(
             functools.partial(_forward_kernel, weighting=weighting),
             mask,
             QUERIES,
-            parts,
             (query,),
             (key, value),
             stats=(),
             results=before or (shape(width), shape()),
             scratch=tuple(pltpu.VMEM((rows, columns), jnp.float32) for columns in (LANES, LANES, width)),
             operations=2 * (query.shape[-1] + width),
+            parts=_parts(mask.keys.position),
             interpret=interpret,
         )
     )
@@ -217,7 +219,6 @@ def backward_queries(
     stats: Stats,
     mask: Mask,
     weighting: Weighting,
-    parts: int,
     before: Sums | None = None,
     interpret: Any = False,
 ) -> Float[Array, "B N T H"]:
@@ -228,13 +229,13 @@ def backward_queries(
             functools.partial(_query_gradient_kernel, weighting=weighting),
             mask,
             QUERIES,
-            parts,
             (query, out_grad),
             (key, value),
             stats,
             results=before or (jax.ShapeDtypeStruct(query.shape, jnp.float32),),
             scratch=(pltpu.VMEM((mask.queries.last.shape[-1], query.shape[-1]), jnp.float32),),
             operations=2 * (2 * query.shape[-1] + value.shape[-1]),
+            parts=_parts(mask.keys.position),
             interpret=interpret,
         )
     )
@@ -280,7 +281,6 @@ def backward_keys(
     stats: Stats,
     mask: Mask,
     weighting: Weighting,
-    parts: int,
     before: Sums | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
@@ -291,7 +291,6 @@ def backward_keys(
             functools.partial(_key_gradient_kernel, weighting=weighting),
             mask,
             KEYS,
-            parts,
             (query, out_grad),
             (key, value),
             stats,
@@ -300,6 +299,7 @@ def backward_keys(
                 pltpu.VMEM((mask.keys.position.shape[-1], array.shape[-1]), jnp.float32) for array in (key, value)
             ),
             operations=4 * (query.shape[-1] + value.shape[-1]),
+            parts=_parts(mask.queries.last),
             interpret=interpret,
         )
     )

@@ -17,7 +17,7 @@ from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._mask import Visits
 from ringjax._meeting import Meeting, Slots, make_mask
 from ringjax._mesh import Placement
-from ringjax._mosaic import Mosaic
+from ringjax._mosaic import MosaicTpu
 from ringjax._plan import Plan
 from ringjax._protocol import Request
 from ringjax._schedule import make_schedule
@@ -27,7 +27,7 @@ from ringjax._tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, pass
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Kernels that run on CPUs, in maps that do not check what varies: the interpreter does not say it."""
-    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", Mosaic(interpret=True))
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic_tpu", MosaicTpu(interpret=True))
     monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
     yield
     jax.clear_caches()  # of traces with these
@@ -139,7 +139,7 @@ def test_no_step_is_in_vain(pattern, documents):
     length = 8192
     pattern = DilatedPattern(pattern)
     (branch,) = make_schedule(pattern, length, 1, 1, True)
-    mosaic = Mosaic()
+    mosaic = MosaicTpu()
     shape = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16)
     branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
     rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
@@ -192,7 +192,7 @@ def test_under_vmap_and_checkpoint():
     ("dtype", "more", "words"),
     [
         ("float16", {}, "in bfloat16 and float32, and query is of float16"),
-        ("float32", {"platform": "cpu"}, "it runs on TPUs, and the devices are of platform 'cpu'"),
+        ("float32", {"platform": "cpu"}, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
         ("float32", {"unmapped": ("data",)}, r"say with spec=P\(...\) what they cut"),
         ("float32", {"precision": "high"}, "at the default precision or the highest"),
     ],
@@ -201,10 +201,10 @@ def test_what_it_cannot_serve(dtype, more, words):
     array = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
     request = Request(array, array, array, **{"platform": "tpu", **more})
     (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    assert re.search(words, Mosaic().obstacle(request, branch))
+    assert re.search(words, MosaicTpu().obstacle(request, branch))
 
 
 def test_a_named_implementation_that_cannot_serve_is_an_error():
     arrays = [jnp.asarray(array, jnp.float16) for array in random_arguments(16)]
-    with pytest.raises(ValueError, match="implementation='mosaic' cannot serve: it computes in bfloat16 and float32"):
+    with pytest.raises(ValueError, match="implementation='mosaic' cannot serve: it runs on TPUs and on Hopper GPUs"):
         ring_dilated_attention(*arrays, segment_lengths=(8,), dilation_rates=(1,), implementation="mosaic")

@@ -1,0 +1,216 @@
+"""The kernels for Hopper GPUs, run by Pallas' interpreter on one device: the cases of all implementations.
+
+The interpreter has no matrix unit that takes registers: there the kernels multiply arrays. Nor has it several devices,
+or the gradient of what is checkpointed: rings are compiled for GPUs, in the tests of other programs that are.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import random_arguments, reference_results, ring_results
+from test_features import FEATURES, PATTERN, make_arrays
+from test_mosaic import TILES, check
+
+from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
+from ringjax._block import Weighting
+from ringjax._implementation import IMPLEMENTATIONS
+from ringjax._mask import KeyMask, Mask, QueryMask, Visits
+from ringjax._mosaic import FIRST_JAX, MosaicGpu
+from ringjax._operands import Stats
+from ringjax._protocol import Request
+from ringjax._schedule import make_schedule
+from ringjax._tile_list import find_runs, list_tiles, staying
+
+needs_kernels = pytest.mark.skipif(jax.__version_info__ < FIRST_JAX, reason="the kernels need a newer jax")
+
+
+class Interpreted(MosaicGpu):
+    """The implementation, also in float32: no hardware limits it."""
+
+    dtypes = (*MosaicGpu.dtypes, "float32")
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """Kernels that run on CPUs; how they are interpreted."""
+    from jax.experimental.pallas import mosaic_gpu  # noqa: PLC0415
+
+    parameters = mosaic_gpu.InterpretGPUParams()
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic_gpu", Interpreted(interpret=parameters))
+    yield parameters
+    jax.clear_caches()  # of traces with these
+
+
+# Those that hold most of the masks; the others on demand, but for those of several devices.
+USUAL = "fewer queries", "all"
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in USUAL else pytest.param(name, marks=pytest.mark.slow)
+        for name in FEATURES
+        if not name.startswith("exchanged")
+    ],
+)
+def test_feature_equals_oracle(name, interpret):
+    arguments = {**PATTERN, **FEATURES[name]}
+    arguments["uses"] = ("out", "lse", "both")[list(FEATURES).index(name) % 3]
+    arrays = make_arrays(**arguments)
+    if "pattern" in arguments:
+        arguments = {name: value for name, value in arguments.items() if name not in PATTERN or name == "is_causal"}
+    check(arrays, **arguments)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["a band", pytest.param("all", marks=pytest.mark.slow)])
+def test_tiles_equal_oracle(name, interpret):
+    arguments = {"is_causal": True, "num_heads": (2, 1), **TILES[name], "length": 290}
+    check(make_arrays(**arguments), **arguments)
+
+
+def part_of(mask, keys):
+    """The mask of some tiles of keys."""
+    visits = Visits(*(array[:, :, keys] for array in mask.visits))
+    return Mask(mask.queries, KeyMask(mask.keys.position[keys]), visits)
+
+
+def make_call(count):
+    """Arrays of so many tiles, and their causal mask."""
+    rng, tiles = np.random.default_rng(0), jnp.arange(128 * count, dtype=jnp.int32).reshape(count, 1, 1, 1, 128)
+    arrays = [jnp.asarray(rng.normal(size=(1, n, 128 * count, 8)), jnp.float32) for n in (2, 1, 1, 2)]
+    visits = Visits(*(jnp.tril(jnp.ones((1, count, count), bool), below) for below in (0, -1)))
+    return arrays, Mask(QueryMask(None, tiles), KeyMask(tiles), visits)
+
+
+@needs_kernels
+def test_results_of_other_keys_are_continued(interpret):
+    """In two steps of a ring, the second of which has nothing for half of the queries, as in one."""
+    from ringjax import _gpu  # noqa: PLC0415
+
+    ((query, key, value, out_grad), mask), weighting = make_call(2), Weighting(0.3)
+    halves = [(slice(0, 1), slice(0, 128)), (slice(1, 2), slice(128, 256))]
+    out, lse = _gpu.forward(query, key, value, mask, weighting, interpret=interpret)
+    partial = None
+    for tile, rows in halves:
+        some = key[:, :, rows], value[:, :, rows], part_of(mask, tile)
+        partial = _gpu.forward(query, *some, weighting, partial, interpret)
+    np.testing.assert_allclose(partial[0], out, atol=1e-5)
+    np.testing.assert_allclose(partial[1], lse, atol=1e-5)
+
+    stats = Stats(lse, jnp.sum(out * out_grad, axis=-1))
+    arrays = query, key, value, out_grad, stats, mask, weighting
+    query_grad = _gpu.backward_queries(*arrays, interpret=interpret)
+    keys_grad = _gpu.backward_keys(*arrays, interpret=interpret)
+    found, doubled = None, []
+    for tile, rows in halves:
+        some = query, key[:, :, rows], value[:, :, rows], out_grad, stats, part_of(mask, tile), weighting
+        found = (_gpu.backward_queries(*some, found, interpret),)
+        once = _gpu.backward_keys(*some, None, interpret)
+        doubled.append(_gpu.backward_keys(*some, once, interpret))
+    np.testing.assert_allclose(found[0], query_grad, atol=1e-5)
+    for one, other in zip(map(np.concatenate, zip(*doubled, strict=True)), keys_grad, strict=True):
+        np.testing.assert_allclose(one.reshape(other.shape), 2 * other, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_nothing_is_replaced_before_it_is_read(monkeypatch):
+    """The stages of shared memory are used again from the third step on, in any order of the threads."""
+    from jax.experimental.pallas import mosaic_gpu  # noqa: PLC0415
+
+    from ringjax import _gpu, _gpu_call  # noqa: PLC0415
+
+    release = _gpu_call.Step.release
+
+    def release_after_reading(step, number):
+        # What the interpreter reads for products is not read by the matrix unit, and needs a fence.
+        mosaic_gpu.commit_smem()
+        release(step, number)
+
+    monkeypatch.setattr(_gpu_call.Step, "release", release_after_reading)
+    (arrays, mask), parameters = make_call(4), mosaic_gpu.InterpretGPUParams(detect_races=True)
+    out, lse = _gpu.forward(*arrays[:3], mask, Weighting(0.3), interpret=parameters)
+    given = *arrays, Stats(lse, jnp.sum(out * arrays[3], axis=-1)), mask, Weighting(0.3)
+    grads = _gpu.backward_queries(*given, interpret=parameters), *_gpu.backward_keys(*given, interpret=parameters)
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_errors_in_16_bits_are_those_of_xla(dtype, interpret):
+    """Against float64, of an output, an lse and gradients: at most a tenth more."""
+    arrays = [jnp.asarray(array, dtype) for array in random_arguments(200, (2, 1), (64, 64), (1,))]
+    arguments = {"pattern": [Segments(200)], "is_causal": True}
+    expected = reference_results([np.asarray(array, np.float64) for array in arrays], **arguments)
+    errors = {}
+    for name in ("xla", "mosaic"):
+        found = ring_results(arrays, implementation=name, **arguments)
+        errors[name] = [np.sqrt(np.mean((np.float64(a) - b) ** 2)) for a, b in zip(found, expected, strict=True)]
+    assert all(np.array(errors["mosaic"]) <= 1.1 * np.array(errors["xla"]))
+
+
+@needs_kernels
+def test_under_vmap(interpret):
+    """Instances that draw for themselves, which are not made one batch."""
+    arrays = [np.float32(array) for array in random_arguments(64, (2, 1), (4, 4), (2, 1))]
+    arguments = {"pattern": [Window(9)], "is_causal": True, "dropout_rate": 0.3}
+    seeds = jnp.arange(2, dtype=jnp.uint32)
+
+    def attend(implementation, seed, *arrays):
+        function = functools.partial(
+            ring_dilated_attention, implementation=implementation, dropout_seed=seed, **arguments
+        )
+        return jax.vjp(function, *arrays)[1](arrays[0])
+
+    found, expected = (jax.jit(jax.vmap(functools.partial(attend, name)))(seeds, *arrays) for name in ("mosaic", "xla"))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
+def test_runs_are_those_of_the_list(density):
+    """Each tile that stays once, the longest runs first, and all steps of it."""
+    rng = np.random.default_rng(0)
+    meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
+    visits = Visits(jnp.asarray(meets), jnp.asarray(is_whole))
+    steps, runs = list_tiles(visits, 1), find_runs(visits)
+    for number in range(2):
+        lengths = runs.stop[number] - runs.start[number]
+        assert sorted(runs.tile[number].tolist()) == list(range(5))
+        assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
+        for tile, start, stop in zip(*(array[number].tolist() for array in runs), strict=True):
+            assert stop - start == max(1, meets[number, tile].sum())
+            assert all(staying(int(one)) == tile for one in steps.tiles[start:stop])
+    assert int(runs.stop.max()) == int(steps.length)
+
+
+@pytest.mark.parametrize(
+    ("more", "width", "words"),
+    [
+        ({"platform": "cpu"}, 64, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, 64, "of GPUs it runs on H100, .*, and the devices are 'NVIDIA A100"),
+        ({}, 96, "on GPUs heads must be 64 or 128 wide in query and in value: they are 96 and 96"),
+        ({"dtype": "float32"}, 64, "it computes in bfloat16 and float16, and query is of float32"),
+        ({"unmapped": ("data",)}, 64, r"say with spec=P\(...\) what they cut"),
+    ],
+)
+def test_what_it_cannot_serve(more, width, words, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", FIRST_JAX)
+    more = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", **more}
+    array = jax.ShapeDtypeStruct((1, 256, 2, width), more.pop("dtype", "bfloat16"))
+    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    assert re.search(words, MosaicGpu().obstacle(Request(array, array, array, **more), branch))
+
+
+def test_an_older_jax_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 9))
+    array = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    request = Request(array, array, array, "cuda", device_kind="NVIDIA H200")
+    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    assert "on GPUs it needs jax 0.12, and this is" in MosaicGpu().obstacle(request, branch)
