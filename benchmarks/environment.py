@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def run_module(
     `libraries` are the folders of libraries that it finds before others, `variables` those of the process.
     """
     python = _interpreter(environment) if environment else sys.executable
-    return _run(python, "-m", module, *arguments, libraries=libraries, variables=variables)
+    # Another version of XLA does not know all flags of this one.
+    dropped = {"XLA_FLAGS"} if environment else set()
+    return _run(python, "-m", module, *arguments, libraries=libraries, variables=variables, dropped=dropped)
 
 
 def folder_of(name: str) -> Path:
@@ -83,10 +86,14 @@ def _interpreter(name: str) -> str:
     return str(interpreter)
 
 
-def _run(*command: str, libraries: str | None = None, variables: dict[str, str] | None = None) -> Any:
-    # Where this process has the TPUs' compiler, jax names it here, and another environment has its own; another version
-    # of XLA does not know all flags of this one.
-    dropped = {"TPU_LIBRARY_PATH"} | ({"XLA_FLAGS"} if libraries else set())
+def _run(
+    *command: str,
+    libraries: str | None = None,
+    variables: dict[str, str] | None = None,
+    dropped: Collection[str] = (),
+) -> Any:
+    # Where this process has the TPUs' compiler, jax names it here, and another environment has its own.
+    dropped = {"TPU_LIBRARY_PATH", *dropped}
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | VARIABLES
     environment |= ({"LD_LIBRARY_PATH": libraries} if libraries else {}) | (variables or {})
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)

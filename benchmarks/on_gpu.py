@@ -44,6 +44,15 @@ KEPT = 2048 // SHRINK
 RATES = (1, 2, 4, 8, 16)
 LONGNET = tuple(KEPT * rate for rate in RATES), RATES
 LONG = 131072 // SHRINK
+# What is asked of the kernels in Pallas, on 8192 tokens, causal; and how long one of them may take to answer.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"document_ids": np.arange(8192 // SHRINK)[None] // (600 // SHRINK)},
+    "union": {"pattern": [ringjax.Segments(KEPT), ringjax.Segments(4 * KEPT, 4)], "merge": "union"},
+    "soft cap": {"logits_soft_cap": 20.0},
+    "dropout": {"dropout_rate": 0.1, "dropout_seed": 1},
+}
+PATIENCE = 90
 
 Arrays = tuple[jax.Array, ...]
 Call = Callable[[], Any]
@@ -321,6 +330,37 @@ def windows() -> list[dict[str, Any]]:
     return rows
 
 
+def pallas() -> list[dict[str, Any]]:
+    """The kernels in Pallas, each in a process of its own: beside cuDNN's where these serve, and beside XLA."""
+    rows = []
+    for case in CASES:
+        command = [sys.executable, __file__, "--case", case, *(["--rehearse"] if REHEARSAL else [])]
+        try:
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+            rows.append({"case": case, "outcome": "measured", **json.loads(done.stdout.splitlines()[-1])})
+        except subprocess.TimeoutExpired:  # a kernel may wait for itself
+            rows.append({"case": case, "outcome": f"no answer in {PATIENCE} s"})
+        except subprocess.CalledProcessError as error:
+            rows.append({"case": case, "outcome": (error.stderr.strip().splitlines() or ["ended"])[-1][:200]})
+    columns = dict.fromkeys(key for row in rows for key in row)
+    return [{column: row.get(column, "") for column in columns} for row in rows]
+
+
+def pallas_case(case: str) -> dict[str, Any]:
+    """Measures one of the cases."""
+    arrays = random(8192 // SHRINK, WIDTHS[-1])
+    arguments = {"pattern": [ringjax.Segments(8192 // SHRINK)], "is_causal": True, **CASES[case]}
+    attend = lambda name: functools.partial(ringjax.ring_dilated_attention, implementation=name, **arguments)
+    calls = directions(attend("xla" if REHEARSAL else "mosaic"), arrays)
+    by_xla, names = directions(attend("xla"), arrays), ("forward", "backward")
+    row: dict[str, Any] = {"largest difference to XLA over its spread": _error_beside(calls, by_xla)}
+    row |= {f"{name}, time over XLA's": 1 / ratio for name, ratio in compare(calls, by_xla, names).items()}
+    if case == "plain":
+        beside = compare(calls, directions(attend(KERNEL), arrays), names)
+        row |= {f"{name}, rate over cuDNN's": ratio for name, ratio in beside.items()}
+    return row
+
+
 def _error_beside(calls: dict[str, Call], others: dict[str, Call]) -> float:
     """The largest difference of the outputs and the gradients, over the spread of each."""
     found, expected = (
@@ -347,7 +387,10 @@ def longest() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Runs everything, writes it, and prints the tables last."""
+    """Runs everything, writes it, and prints the tables last; or measures the case that a process was asked for."""
+    if "--case" in sys.argv:
+        print(json.dumps(pallas_case(sys.argv[sys.argv.index("--case") + 1])))
+        return
     folders = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
     folder = folders[0] if folders else ROOT / "benchmarks" / "results"
     about = {
@@ -356,7 +399,18 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     lines = []
-    for measure in (errors, packed_documents, windows, one_branch, longnet, share_of_selection, emulated_ring, longest):
+    measures = (
+        errors,
+        packed_documents,
+        windows,
+        pallas,
+        one_branch,
+        longnet,
+        share_of_selection,
+        emulated_ring,
+        longest,
+    )
+    for measure in measures:
         begin = time.perf_counter()
         rows = measure()
         jax.clear_caches()

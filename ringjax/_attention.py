@@ -167,9 +167,10 @@ def ring_dilated_attention(
         divides the query heads of a device, and its key/value heads or they u. By default the fewest after which
         nothing travels, else the most there are.
       implementation: ``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or
-        ``"mosaic"``, kernels for TPUs; by default the fastest that can compute a branch on the devices that there are.
-        cuDNN's takes bfloat16 and float16, and branches whose dilation rate divides their segment and whose segments
-        divide, or are divided by, what a device holds; those for TPUs take bfloat16 and float32.
+        ``"mosaic"``, kernels for TPUs and Hopper GPUs; by default the fastest that can compute a branch on the devices
+        that there are, but not yet those for Hopper GPUs. cuDNN's takes bfloat16 and float16, and branches whose
+        dilation rate divides their segment and whose segments divide, or are divided by, what a device holds; those for
+        TPUs take bfloat16 and float32, those for Hopper GPUs bfloat16 and float16 and heads of 64 or 128.
       block_size: the most rows of queries, and of keys, whose logits are computed at once, but for ``"cudnn"``; chosen
         from shapes and devices by default. Smaller blocks take less memory and less work where a mask cuts them; larger
         ones run faster.

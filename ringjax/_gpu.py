@@ -19,8 +19,8 @@ from jaxtyping import Array, Float
 from ringjax import _dropout
 from ringjax._block import Weighting
 from ringjax._gpu_call import OWN_ROWS, TILE_ROWS, Step, launch, plgpu
-from ringjax._mask import Mask, is_allowed
-from ringjax._operands import KEYS, QUERIES, Call, Stats
+from ringjax._mask import is_allowed
+from ringjax._operands import KEYS, QUERIES, Given, forward_call, gradient_call
 
 PARTS = (1,)  # the tiles that come by in a step
 _LOG2E = 1 / math.log(2)
@@ -274,60 +274,23 @@ class _KeyGradient(_Gradient):
         return key_sum, value_sum
 
 
-def forward(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S V"],
-    mask: Mask,
-    weighting: Weighting,
-    before: Sums | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Returns what `_tpu.forward` does."""
-    width = value.shape[-1]
-    kernel = _Forward(weighting, width, interpret)
-    shape = lambda *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), jnp.float32)
-    results, operations = before or (shape(width), shape()), 2 * (query.shape[-1] + width)
-    arrays = (query,), (key, value), (), results
-    out, lse = launch(Call("forward", kernel, mask, QUERIES, *arrays, operations, interpret=interpret))
+    kernel = _Forward(given.weighting, given.value.shape[-1], given.interpret)
+    out, lse = launch(forward_call(kernel, given, before))
     return out, lse
 
 
-def backward_queries(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S V"],
-    out_grad: Float[Array, "B N T V"],
-    stats: Stats,
-    mask: Mask,
-    weighting: Weighting,
-    before: Sums | None = None,
-    interpret: Any = False,
-) -> Float[Array, "B N T H"]:
+def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N T H"]:
     """Returns what `_tpu.backward_queries` does."""
-    kernel = _QueryGradient(weighting, (query.shape[-1],), interpret)
-    results = before or (jax.ShapeDtypeStruct(query.shape, jnp.float32),)
-    arrays = (query, out_grad.astype(query.dtype)), (key, value), stats, results
-    operations = 2 * (2 * query.shape[-1] + value.shape[-1])
-    (grad,) = launch(Call("query_gradient", kernel, mask, QUERIES, *arrays, operations, interpret=interpret))
+    kernel = _QueryGradient(given.weighting, (given.query.shape[-1],), given.interpret)
+    (grad,) = launch(gradient_call(kernel, given, QUERIES, before))
     return grad
 
 
-def backward_keys(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S V"],
-    out_grad: Float[Array, "B N T V"],
-    stats: Stats,
-    mask: Mask,
-    weighting: Weighting,
-    before: Sums | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
     """Returns what `_tpu.backward_keys` does."""
-    kernel = _KeyGradient(weighting, (query.shape[-1], value.shape[-1]), interpret)
-    results = before or tuple(jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (key, value))
-    arrays = (query, out_grad.astype(query.dtype)), (key, value), stats, results
-    operations = 4 * (query.shape[-1] + value.shape[-1])
-    key_grad, value_grad = launch(Call("key_gradient", kernel, mask, KEYS, *arrays, operations, interpret=interpret))
+    widths = given.key.shape[-1], given.value.shape[-1]
+    kernel = _KeyGradient(given.weighting, widths, given.interpret)
+    key_grad, value_grad = launch(gradient_call(kernel, given, KEYS, before))
     return key_grad, value_grad

@@ -143,7 +143,7 @@ class _Block(NamedTuple):
 
 def launch(call: Call) -> list[Array]:
     """Runs a kernel; `call.kernel` is a `Kernel`."""
-    sizes, given, outs = call.sizes, call.given(), call.outs()
+    sizes, given, outs = call.sizes, call.operands(), call.outs()
     leaves, tree = flatten(given)
     lists, runs = list_tiles(call.visits, 1), find_runs(call.visits)
     flat = runs.tile.reshape(-1), runs.start.reshape(-1), runs.stop.reshape(-1)

@@ -19,7 +19,7 @@ from ringjax._block import Keys, Weighting
 from ringjax._fused import FusedGradients, FusedPartial
 from ringjax._mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
-from ringjax._operands import Stats
+from ringjax._operands import Given, Stats
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
@@ -144,8 +144,8 @@ class Mosaic(Implementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (_pad(array, of_keys) for array in keys)
         before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
-        arrays = _pad(query, of_queries), key, value, mask, weighting
-        out, lse = self.kernels.forward(*arrays, before, self.interpret)
+        given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret)
+        out, lse = self.kernels.forward(given, before)
         return FusedPartial(out[:, :, :length], lse[:, :, :length])
 
     def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
@@ -176,11 +176,14 @@ class Mosaic(Implementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = MosaicQueries(*(_pad(array, of_queries) for array in queries))
         key, value = (_pad(array, of_keys) for array in keys)
-        arrays = padded.query, key, value, padded.out_grad, Stats(padded.lse, padded.delta), mask, weighting
+        given = Given(padded.query, key, value, mask, weighting, self.interpret)
+        # Products are of arrays of one dtype.
+        out_grad, stats = padded.out_grad.astype(padded.query.dtype), Stats(padded.lse, padded.delta)
+        given = given._replace(out_grad=out_grad, stats=stats)
         before = lambda of_mask, *sums: None if meeting.is_only else tuple(_pad(one, of_mask) for one in sums)
         of_query, of_others = before(of_queries, grads.query), before(of_keys, grads.key, grads.value)
-        query_grad = self.kernels.backward_queries(*arrays, of_query, self.interpret)
-        keys_grad = self.kernels.backward_keys(*arrays, of_others, self.interpret)
+        query_grad = self.kernels.backward_queries(given, of_query)
+        keys_grad = self.kernels.backward_keys(given, of_others)
         return FusedGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
 
     def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from ringjax._block import Weighting
 from ringjax._mask import Mask, Visits
 
 QUERIES, KEYS = 0, 1  # the sides
@@ -24,6 +25,22 @@ class Stats(NamedTuple):
 
     lse: Float[Array, "B N T"]
     delta: Float[Array, "B N T"]
+
+
+class Given(NamedTuple):
+    """What meets: rows of queries and of keys, laid out in tiles, and their mask; the last two for gradients alone.
+
+    `interpret` says how Pallas interprets kernels, if it does.
+    """
+
+    query: Float[Array, "B N T H"]
+    key: Float[Array, "B K S H"]
+    value: Float[Array, "B K S V"]
+    mask: Mask
+    weighting: Weighting
+    interpret: Any = False
+    out_grad: Float[Array, "B N T V"] | None = None
+    stats: Stats | None = None
 
 
 class Sizes(NamedTuple):
@@ -89,7 +106,7 @@ class Call(NamedTuple):
     stays: int
     queries: tuple[Any, ...]
     keys: tuple[Any, ...]
-    stats: tuple[Any, ...]
+    stats: Any
     results: tuple[Any, ...]
     operations: int
     parts: int = 1
@@ -114,7 +131,7 @@ class Call(NamedTuple):
         """Returns what it writes."""
         return [_of_heads(shape, self.stays, is_row=len(shape.shape) == 3) for shape in self.results]
 
-    def given(self) -> tuple[Any, ...]:
+    def operands(self) -> tuple[Any, ...]:
         """Returns what it reads, in trees: the masks of both sides, queries, keys, stats, and what is added to."""
         of_side = lambda arrays, side: tuple(_of_heads(array, side) for array in arrays)
         return (
@@ -134,6 +151,29 @@ class Call(NamedTuple):
         pairs = math.prod(self.queries[0].shape[:3]) * self.keys[0].shape[2]
         num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
         return pl.CostEstimate(flops=pairs * self.operations, transcendentals=pairs, bytes_accessed=num_bytes)
+
+
+def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> Call:
+    """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
+    query, width = given.query, given.value.shape[-1]
+    shape = lambda *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), jnp.float32)
+    results, arrays = before or (shape(width), shape()), ((query,), (given.key, given.value), ())
+    operations = 2 * (query.shape[-1] + width)
+    return Call("forward", kernel, given.mask, QUERIES, *arrays, results, operations, interpret=given.interpret)
+
+
+def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> Call:
+    """Returns the call of a kernel for the gradient of queries, or those of keys and values: whichever stay.
+
+    They are added to what is `before`.
+    """
+    query, keys = given.query, (given.key, given.value)
+    of_stays = (query,) if stays == QUERIES else keys
+    results = before or tuple(jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in of_stays)
+    arrays = (query, given.out_grad), keys, given.stats, results
+    operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
+    name = "query_gradient" if stays == QUERIES else "key_gradient"
+    return Call(name, kernel, given.mask, stays, *arrays, operations, interpret=given.interpret)
 
 
 def flatten(given: Any) -> tuple[list[Operand], Any]:

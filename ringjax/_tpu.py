@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from ringjax import _dropout
 from ringjax._block import Weighting
-from ringjax._mask import Mask, is_allowed
-from ringjax._operands import KEYS, QUERIES, Call, Sizes, Stats
+from ringjax._mask import is_allowed
+from ringjax._operands import KEYS, QUERIES, Call, Given, Sizes, forward_call, gradient_call
 from ringjax._tile_list import CUT, SOME, WHOLE, Step
 from ringjax._tpu_call import launch
 
@@ -117,38 +117,22 @@ def _drop(array: Array, masks: Any, rate: float) -> Array:
     return jnp.where(_dropout.is_kept(start, step, keys.position, rate), array * (1 / (1 - rate)), 0)
 
 
-def forward(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S V"],
-    mask: Mask,
-    weighting: Weighting,
-    before: Sums | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Returns the output and the lse of each query: zeros and -inf for one that attends to nothing.
 
     Given those of other keys `before`, returns those of all.
     """
-    rows, width = mask.queries.last.shape[-1], value.shape[-1]
-    shape = lambda *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), jnp.float32)
-    out, lse = launch(
-        Call(
-            "forward",
-            functools.partial(_forward_kernel, weighting=weighting),
-            mask,
-            QUERIES,
-            (query,),
-            (key, value),
-            stats=(),
-            results=before or (shape(width), shape()),
-            scratch=tuple(pltpu.VMEM((rows, columns), jnp.float32) for columns in (LANES, LANES, width)),
-            operations=2 * (query.shape[-1] + width),
-            parts=_parts(mask.keys.position),
-            interpret=interpret,
-        )
-    )
+    kernel = functools.partial(_forward_kernel, weighting=given.weighting)
+    out, lse = _run(forward_call(kernel, given, before), (LANES, LANES, given.value.shape[-1]))
     return out, lse
+
+
+def _run(call: Call, widths: tuple[int, ...]) -> list[Array]:
+    """Runs a kernel that keeps so wide sums of the rows of a tile that stays."""
+    rows = call.sizes.rows[call.stays]
+    scratch = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
+    passes = call.mask.keys.position if call.stays == QUERIES else call.mask.queries.last
+    return launch(call._replace(scratch=scratch, parts=_parts(passes)))
 
 
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
@@ -211,34 +195,10 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
 # keys with these transposed, so that none of its products has a transposed operand.
 
 
-def backward_queries(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S V"],
-    out_grad: Float[Array, "B N T V"],
-    stats: Stats,
-    mask: Mask,
-    weighting: Weighting,
-    before: Sums | None = None,
-    interpret: Any = False,
-) -> Float[Array, "B N T H"]:
+def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N T H"]:
     """Returns the gradient of queries, added to what was `before`."""
-    (grad,) = launch(
-        Call(
-            "query_gradient",
-            functools.partial(_query_gradient_kernel, weighting=weighting),
-            mask,
-            QUERIES,
-            (query, out_grad),
-            (key, value),
-            stats,
-            results=before or (jax.ShapeDtypeStruct(query.shape, jnp.float32),),
-            scratch=(pltpu.VMEM((mask.queries.last.shape[-1], query.shape[-1]), jnp.float32),),
-            operations=2 * (2 * query.shape[-1] + value.shape[-1]),
-            parts=_parts(mask.keys.position),
-            interpret=interpret,
-        )
-    )
+    kernel = functools.partial(_query_gradient_kernel, weighting=given.weighting)
+    (grad,) = _run(gradient_call(kernel, given, QUERIES, before), (given.query.shape[-1],))
     return grad
 
 
@@ -273,36 +233,11 @@ def _query_gradient_kernel(
         grad_ref[0] = grad + before[0][0] if before else grad
 
 
-def backward_keys(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S V"],
-    out_grad: Float[Array, "B N T V"],
-    stats: Stats,
-    mask: Mask,
-    weighting: Weighting,
-    before: Sums | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
     """Returns the gradients of keys and of values, added to what was `before`."""
-    key_grad, value_grad = launch(
-        Call(
-            "key_gradient",
-            functools.partial(_key_gradient_kernel, weighting=weighting),
-            mask,
-            KEYS,
-            (query, out_grad),
-            (key, value),
-            stats,
-            results=before or tuple(jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (key, value)),
-            scratch=tuple(
-                pltpu.VMEM((mask.keys.position.shape[-1], array.shape[-1]), jnp.float32) for array in (key, value)
-            ),
-            operations=4 * (query.shape[-1] + value.shape[-1]),
-            parts=_parts(mask.queries.last),
-            interpret=interpret,
-        )
-    )
+    kernel = functools.partial(_key_gradient_kernel, weighting=given.weighting)
+    widths = given.key.shape[-1], given.value.shape[-1]
+    key_grad, value_grad = _run(gradient_call(kernel, given, KEYS, before), widths)
     return key_grad, value_grad
 
 

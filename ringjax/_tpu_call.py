@@ -49,7 +49,7 @@ def launch(call: Call) -> list[Array]:
 
     It gets references, in trees as the arrays were; `sums` are what is added to, if there is something.
     """
-    sizes, given, outs = call.sizes, call.given(), call.outs()
+    sizes, given, outs = call.sizes, call.operands(), call.outs()
     leaves, tree = flatten(given)
     # What is added to is the last of what is given, and written where it was.
     num_sums = len(given[-1])

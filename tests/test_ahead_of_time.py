@@ -30,6 +30,7 @@ from benchmarks.ahead_of_time import (
     sent,
 )
 from benchmarks.deviceless import CONTROL, DOCUMENTS, find_libraries, try_program
+from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
@@ -203,6 +204,20 @@ def test_a_million_tokens_fit_sixteen_chips(gradient):
     """In five branches of sixteen heads, on TPUs of 16 GB."""
     compiled = compile_for("v5e:4x4", gradient, length=2**20, pattern=MILLION, heads=16, implementation=None)
     assert compiled.memory_analysis().peak_memory_in_bytes <= 0.6 * 16 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "whole", "cut"), [("plain", 0.55, 0.95), ("documents", 0.55, 0.95), ("soft cap", 0.65, 1)]
+)
+def test_instructions_of_the_kernels_for_gpus(program, whole, cut):
+    """They may hide behind the products, forward and backward, and nothing is spilled."""
+    kernels = count(program)
+    assert kernels.keys() == {"forward", "query_gradient", "key_gradient"}
+    assert kernels["forward"].whole <= whole
+    assert kernels["forward"].cut <= cut
+    assert all(kernel.whole <= 0.9 for kernel in kernels.values())
+    assert not any(kernel.spilled for kernel in kernels.values())
 
 
 # What the kernels cost on one chip, counted: the most bundles over the bound, and the least use of the matrix units.

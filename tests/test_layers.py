@@ -30,7 +30,7 @@ ALLOWED = {
     "_fused": {"_block", "_meeting", "_pieces", "_protocol", "_schedule", "_side"},
     "_cudnn": {"_block", "_fused", "_pieces", "_spans"},
     "_tile_list": {"_mask"},
-    "_operands": {"_mask"},
+    "_operands": {"_block", "_mask"},
     "_tpu_call": {"_mask", "_operands", "_tile_list"},
     "_tpu": {"_block", "_dropout", "_mask", "_operands", "_tile_list", "_tpu_call"},
     "_gpu_call": {"_operands", "_tile_list"},
