@@ -3,6 +3,8 @@
 - `python examples/gigapath.py`: a synthetic slide of 10,000 tiles and random weights, on one device.
 - `python examples/gigapath.py --weights slide_encoder.pth --tiles slide.h5 --out embeddings.npz`: a slide's own tiles,
   `features` [T, 1536] and `coords` [T, 2] in pixels, as .h5, .npz or .pt; weights as .pth, .safetensors or .npz.
+- `python examples/gigapath.py --weights slide_encoder.pth --finetune labels.csv --checkpoints run`: trains the encoder
+  and a linear head; the table has the columns `slide`, a file as above, and `label`. `--resume` goes on after a stop.
 - `--mesh seq=8`: on eight devices; on a machine without so many, they are simulated.
 
 Wrong input ends it with exit code 2 and one line, and nothing is written.
@@ -18,7 +20,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from checkpoints import RunError
 from distribution import make_mesh, parse_mesh
+from finetune import Settings, read_labels
+from finetune import run as run_finetuning
 from flax import nnx
 from slide_encoder import SlideEncoder
 from slides import Slide, read_slide, read_weights, synthetic_slide
@@ -44,6 +49,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="the dtype of the computation")
     add("--out", type=Path, help="an .npz file for `output` [D] and `layers` [layers + 1, D], one output of each layer")
     add("--heatmap", type=Path, help="a .png file: the slide token's attention in the last layer, over the slide")
+    add("--finetune", type=Path, help="a table of slides and labels: train the encoder with a linear head")
+    add("--checkpoints", type=Path, help="the folder of the checkpoints of a training")
+    add("--resume", action="store_true", help="go on from the last checkpoint")
+    add("--epochs", type=int, default=5, help="passes over all slides; the first one warms up")
+    add("--accumulate", type=int, default=32, help="slides of one step of the optimizer")
+    add("--learning-rate", type=float, help="the highest rate; 4e-3 for 256 slides of a step by default")
+    add("--dropout", type=float, default=0.1, help="the rate at which training drops numbers")
+    add("--drop-path", type=float, default=0.1, help="the rate at which it drops what the last layer adds")
+    add("--seed", type=int, default=0, help="of the head, the order of slides, and what is dropped")
     return parser.parse_args(argv)
 
 
@@ -56,6 +70,16 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for axis, size in (arguments.mesh or {}).items():
         if axis != "seq" and size > 1:
             raise ValueError(f"--mesh {axis}={size} would compute the same on each: one slide is cut along seq alone")
+    if (arguments.finetune is None) != (arguments.checkpoints is None):
+        raise ValueError("--finetune and --checkpoints go together: give a table, and the folder to write into")
+    for name in ("epochs", "accumulate"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} {getattr(arguments, name)} must be 1 at least")
+    for name in ("dropout", "drop_path"):
+        if not 0 <= getattr(arguments, name) < 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0 and less than 1"
+            )
     for name, suffix in (("out", ".npz"), ("heatmap", ".png")):
         path = getattr(arguments, name)
         if path is not None and (path.suffix != suffix or not path.parent.is_dir()):
@@ -72,6 +96,9 @@ def make_encoder(arguments: argparse.Namespace, width: int) -> SlideEncoder:
         "mesh": None if arguments.mesh is None else make_mesh(arguments.mesh),
         "strategy": arguments.strategy,
         "dtype": jnp.dtype(arguments.dtype),
+        "dropout_rate": arguments.dropout,
+        "drop_path_rate": arguments.drop_path,
+        "remat": arguments.finetune is not None,
     }
     if arguments.weights is None:
         return SlideEncoder(num_heads=arguments.heads, in_features=width, **options, rngs=nnx.Rngs(0))
@@ -110,9 +137,17 @@ def draw(path: Path, slide: Slide, attention: np.ndarray, tile_size: int) -> Non
     plt.close(figure)
 
 
+def train(arguments: argparse.Namespace) -> None:
+    """Fine-tunes on the slides of a table."""
+    labelled = read_labels(arguments.finetune)
+    width = read_slide(labelled.paths[0]).embeddings.shape[1]
+    rate = arguments.learning_rate or 4e-3 * arguments.accumulate / 256
+    settings = Settings(arguments.epochs, arguments.accumulate, rate, arguments.seed)
+    run_finetuning(make_encoder(arguments, width), labelled, settings, arguments.checkpoints, arguments.resume)
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Encodes the slide, and writes what was asked for."""
-    check_arguments(arguments)
     slide = synthetic_slide(NUM_TILES, 1536) if arguments.tiles is None else read_slide(arguments.tiles)
     encoder = make_encoder(arguments, slide.embeddings.shape[1])
     devices = 1 if encoder.mesh is None else encoder.mesh.size
@@ -131,8 +166,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; wrong input ends it with exit code 2."""
     arguments = parse_arguments(argv)
     try:
-        run(arguments)
-    except (ValueError, OSError) as error:
+        check_arguments(arguments)
+        (run if arguments.finetune is None else train)(arguments)
+    except (ValueError, OSError, RunError) as error:
         print(f"gigapath.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

@@ -7,13 +7,13 @@ of LongNet (arXiv 2307.02486). B slides, T tiles, D the width of the states.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import ringjax
 
@@ -35,7 +35,7 @@ def segment_lengths_of(max_wsi_size: int, tile_size: int) -> tuple[int, ...]:
 
 
 def phantoms(
-    position: Array, length: int, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int]
+    position: Array, length: int | Array, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int]
 ) -> Float[Array, "T N"]:
     """Returns for each row and head the logit of a sink that stands for the phantoms that it sees.
 
@@ -44,7 +44,7 @@ def phantoms(
 
     Args:
       position: [T] the numbers of rows.
-      length: the number of tokens that there are.
+      length: the number of tokens that there are; it may be traced.
       num_heads: the number of heads N.
       segment_lengths: the segment length of each branch.
       dilation_rates: the rate of each branch.
@@ -52,9 +52,9 @@ def phantoms(
     head, position = jnp.arange(num_heads), position[:, None]
     count = jnp.zeros((position.shape[0], num_heads), jnp.int32)
     for segment_length, rate in zip(segment_lengths, dilation_rates, strict=True):
-        size = min(segment_length, length)
+        size = jnp.minimum(segment_length, length)
         num_segments = -(-length // size)
-        stop = -(-size // rate) * rate if num_segments == 1 else size
+        stop = jnp.where(num_segments == 1, -(-size // rate) * rate, size)
         begin = jnp.where(position // size == num_segments - 1, length - (num_segments - 1) * size, size)
         offset = head // -(-num_heads // rate)
         before = lambda end, offset=offset, rate=rate: (end + rate - 1 - offset) // rate  # kept positions before `end`
@@ -71,6 +71,24 @@ def positions_2d(coordinates: Float[Array, "B T 2"], width: int, tile_size: int)
     return jnp.concatenate([wave(angle) for angle in angles for wave in (jnp.sin, jnp.cos)], axis=-1)
 
 
+class Noise(NamedTuple):
+    """What training drops: numbers at a `rate`, and at a `path_rate` all that a part of a layer adds to a slide."""
+
+    key: Array
+    rate: float
+    path_rate: Any
+
+
+def _thin(array: Float[Array, "B T D"], noise: Noise | None, part: int) -> Float[Array, "B T D"]:
+    """Drops what a part of a layer adds, and scales what is kept in proportion."""
+    if noise is None:
+        return array
+    for number, (rate, shape) in enumerate(((noise.rate, array.shape), (noise.path_rate, (array.shape[0], 1, 1)))):
+        kept = jax.random.bernoulli(jax.random.fold_in(noise.key, 2 * part + number), 1 - rate, shape)
+        array = jnp.where(kept, array / (1 - rate), 0).astype(array.dtype)
+    return array
+
+
 class Layer(nnx.Module):
     """A layer: attention and a network, each after a norm and with one inside (SubLN, arXiv 2210.06423)."""
 
@@ -85,11 +103,13 @@ class Layer(nnx.Module):
         self.up = nnx.Linear(width, ffn_width, **types, rngs=rngs)
         self.down = nnx.Linear(ffn_width, width, **types, rngs=rngs)
 
-    def __call__(self, states: Float[Array, "B T D"], **options: Any) -> Float[Array, "B T D"]:
+    def __call__(
+        self, states: Float[Array, "B T D"], noise: Noise | None = None, **options: Any
+    ) -> Float[Array, "B T D"]:
         """Maps states to states; the options are the attention's."""
-        states = states + self.attention(self.attention_norm(states), **options)
+        states = states + _thin(self.attention(self.attention_norm(states), **options), noise, 0)
         hidden = nnx.gelu(self.up(self.norm(states)), approximate=False)
-        return states + self.down(self.inner_norm(hidden))
+        return states + _thin(self.down(self.inner_norm(hidden)), noise, 1)
 
 
 class SlideEncoder(nnx.Module):
@@ -106,6 +126,9 @@ class SlideEncoder(nnx.Module):
       padding: ``"torchscale"`` as the weights were trained, with phantom keys where segments are not full, or
         ``"none"``.
       global_pool: whether the output is the mean over the tiles, instead of the first token's state.
+      dropout_rate: the rate at which training drops numbers of the embeddings and of what layers add.
+      drop_path_rate: the rate at which it drops all that a part of the last layer adds; of the first, none.
+      remat: whether gradients compute each layer again instead of keeping what is inside: for slides of many tiles.
       max_wsi_size: the largest slide, in pixels a side.
       tile_size: the tiles, in pixels a side.
       dtype: the dtype of the computation; that of the parameters by default.
@@ -127,6 +150,9 @@ class SlideEncoder(nnx.Module):
         dilation_rates: Sequence[int] = RATES,
         padding: Padding = "torchscale",
         global_pool: bool = False,
+        dropout_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        remat: bool = False,
         max_wsi_size: int = 262144,
         tile_size: int = 256,
         dtype: Any = None,
@@ -142,6 +168,8 @@ class SlideEncoder(nnx.Module):
                 f"width={width} must be a multiple of 4: positions are sines and cosines of two coordinates"
             )
         self.padding, self.global_pool, self.tile_size = padding, global_pool, tile_size
+        self.remat = remat
+        self.dropout_rate, self.path_rates = dropout_rate, tuple(np.linspace(0, drop_path_rate, num_layers).tolist())
         self.segment_lengths = tuple(segment_lengths or segment_lengths_of(max_wsi_size, tile_size))
         self.dilation_rates, self.num_heads, self.mesh = tuple(dilation_rates), num_heads, mesh
         attention = {
@@ -161,28 +189,48 @@ class SlideEncoder(nnx.Module):
         self.norm = nnx.LayerNorm(width, epsilon=1e-6, **types, rngs=rngs)
 
     def __call__(
-        self, embeddings: Float[Array, "B T C"], coordinates: Float[Array, "B T 2"]
+        self,
+        embeddings: Float[Array, "B T C"],
+        coordinates: Float[Array, "B T 2"],
+        num_tiles: Int[Array, "B"] | None = None,
+        *,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "layers B 1+T D"], Float[Array, "B D"]]:
         """Encodes slides.
 
         Args:
           embeddings: [B, T, C], of the tiles.
           coordinates: [B, T, 2], of the tiles' corners, in pixels.
+          num_tiles: [B], how many of the T tiles of each slide there are; all by default.
+          key: in training, the random key of what is dropped.
 
         Returns:
           The states [layers + 1, B, 1 + T, D], before the first layer and after each, the first token's first; and the
           output [B, D].
         """
         states, length = self._embed(embeddings, coordinates), embeddings.shape[1] + 1
-        states, document_ids = ringjax.pad_to_mesh(states, mesh=self.mesh)
-        options = {"document_ids": document_ids, "sinks": self._sinks(states.shape[1], length)}
+        lengths, document_ids = length, None
+        if num_tiles is not None:
+            lengths = num_tiles + 1
+            document_ids = jnp.where(jnp.arange(length) < lengths[:, None], 0, -1)
+        states, document_ids = ringjax.pad_to_mesh(states, document_ids, mesh=self.mesh)
+        # Fused kernels serve more of what has no documents: where nothing is padded, none are needed.
+        is_padded = num_tiles is not None or states.shape[1] > length
+        options = {"document_ids": document_ids if is_padded else None}
+        options["sinks"] = self._sinks(states.shape[1], lengths)
+        keys, path_rates = None, jnp.asarray(self.path_rates)
+        if key is not None:
+            first, *keys = jax.random.split(key, len(self.path_rates) + 1)
+            states, keys = _thin(states, Noise(first, self.dropout_rate, 0.0), 0), jnp.stack(keys)
 
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-        def run(states: Array, layer: Layer) -> tuple[Array, Array]:
-            states = layer(states, **options)
+        @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0), out_axes=(nnx.Carry, 0))
+        def run(states: Array, layer: Layer, key: Any, path_rate: Array) -> tuple[Array, Array]:
+            noise = None if key is None else Noise(key, self.dropout_rate, path_rate)
+            attend = lambda layer, states: layer(states, noise, **options)
+            states = (nnx.remat(attend) if self.remat else attend)(layer, states)
             return states, states
 
-        last, later = run(states, self.layers)
+        last, later = run(states, self.layers, keys, path_rates)
         every = jnp.concatenate([states[None], later])
         return ringjax.unpad(every, length), self._pool(last, document_ids)
 
@@ -195,11 +243,13 @@ class SlideEncoder(nnx.Module):
         pattern = last.attention.settings.pattern
         return ringjax.attention_weights(query, key, [0], pattern=pattern, sinks=sinks)[..., 0, 1:]
 
-    def _sinks(self, num_rows: int, length: int) -> Float[Array, "T N"] | None:
-        """Returns the logits that stand for the phantoms of so many rows, of which the first `length` are tokens."""
+    def _sinks(self, num_rows: int, lengths: int | Int[Array, "B"]) -> Float[Array, "*B T N"] | None:
+        """Returns the logits that stand for the phantoms of so many rows, of which the first `lengths` are tokens."""
         if self.padding == "none":
             return None
-        return phantoms(jnp.arange(num_rows), length, self.num_heads, self.segment_lengths, self.dilation_rates)
+        shared = self.num_heads, self.segment_lengths, self.dilation_rates
+        of_slide = lambda length: phantoms(jnp.arange(num_rows), length, *shared)
+        return of_slide(lengths) if isinstance(lengths, int) else jax.vmap(of_slide)(lengths)
 
     def _embed(self, embeddings: Array, coordinates: Array) -> Float[Array, "B 1+T D"]:
         tiles = self.patch(embeddings)
