@@ -21,7 +21,8 @@ class Checkpoints:
     """The last checkpoints of a run, each with the configuration that it was made with: `stored`, of the one resumed.
 
     Orbax writes a checkpoint into a folder of its own and names it last: one that was cut off is never taken for whole.
-    The rest of it is removed by a run that writes; who only reads changes nothing in the folder.
+    The rest of it is removed by a run that writes; who only reads changes nothing in the folder. Errors name the
+    `option` that gave the folder.
 
     Raises:
       ValueError: if there are checkpoints and the run is not to be resumed, or none and it is; if the one to resume is
@@ -29,8 +30,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, configuration: dict[str, Any], resume: int | None, read_only: bool = False
+        self,
+        folder: Path,
+        configuration: dict[str, Any],
+        resume: int | None,
+        read_only: bool = False,
+        option: str = "--out",
     ) -> None:
+        if resume is not None and not folder.is_dir():
+            raise ValueError(f"there is no checkpoint in {folder}: train first, or correct {option}")
+        self.option = option
         _report_once()
         self.manager = _open(folder.absolute(), read_only)
         self.configuration, self.stored = configuration, {}
@@ -52,10 +61,10 @@ class Checkpoints:
         steps, folder = sorted(self.manager.all_steps()), self.manager.directory
         if resume is None:
             if steps:
-                raise ValueError(f"{folder} holds a run: continue it with --resume, or choose another --out")
+                raise ValueError(f"{folder} holds a run: continue it with --resume, or choose another {self.option}")
             return 0
         if not steps:
-            raise ValueError(f"there is no checkpoint in {folder}: train first, or correct --out")
+            raise ValueError(f"there is no checkpoint in {folder}: train first, or correct {self.option}")
         if resume and resume not in steps:
             raise ValueError(f"--resume {resume}: the checkpoints in {folder} are of steps {steps}: name one of these")
         return resume or steps[-1]
@@ -73,7 +82,7 @@ class Checkpoints:
             differences = ", ".join(f"{name} {found.get(name)} there and {own[name]} here" for name in names)
             raise ValueError(
                 f"checkpoint {step} in {self.manager.directory} is of another configuration ({differences}): give the "
-                "same, or choose another --out"
+                f"same, or choose another {self.option}"
             )
 
     def restore(self, abstract: dict[str, Any]) -> dict[str, Any]:

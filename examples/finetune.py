@@ -1,7 +1,7 @@
 """Fine-tunes the slide encoder with a linear head on its output, as Prov-GigaPath's own script does.
 
-AdamW, whose rate falls by a factor from layer to layer, with gradients that are accumulated over slides: one slide in a
-step, with a warmup and a cosine. Slides are padded to few lengths, as each length is a program of its own.
+AdamW, with a rate that is lower in earlier layers, a warmup and a cosine; one slide at a time, and a step of the
+optimizer after several. Slides are padded to few lengths, as each length is a program of its own.
 """
 
 import csv
@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ class Labelled(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How to train: passes over all slides, slides of a step of the optimizer, its highest rate, and the seed."""
+    """How to train: passes over all slides, slides for one step of the optimizer, its highest rate, and the seed."""
 
     epochs: int
     accumulate: int
@@ -60,18 +61,25 @@ def read_labels(path: Path) -> Labelled:
     """Reads a table with the columns `slide`, files relative to its folder, and `label`.
 
     Raises:
-      ValueError: if it has not these columns, names a file that there is not, or fewer than two classes.
+      ValueError: if it is no such table, names a file that there is not, or fewer than two classes.
     """
     if not path.is_file():
         raise ValueError(f"--finetune {path} is no file: give a table of slides and labels")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or not {"slide", "label"} <= rows[0].keys():
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), set(reader.fieldnames or ())
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"--finetune {path} is no table ({error}): write it as comma-separated values") from error
+    if not {"slide", "label"} <= columns:
         raise ValueError(f"--finetune {path} has not the columns slide and label: name them in its first line")
+    for number, row in enumerate(rows, 2):
+        if not row["slide"] or not row["label"]:
+            raise ValueError(f"--finetune {path} has no slide or no label in row {number}: give both")
     paths, labels = [path.parent / row["slide"] for row in rows], [row["label"] for row in rows]
     names = sorted(set(labels))
     if len(names) < 2:
-        raise ValueError(f"--finetune {path} has {len(names)} class: give slides of two at least")
+        raise ValueError(f"--finetune {path} has less than two classes: give slides of two at least")
     for slide in paths:
         if not slide.is_file():
             raise ValueError(f"--finetune {path} names {slide}, which is no file: correct it")
@@ -112,9 +120,9 @@ def rate_scales(params: Any, num_layers: int) -> Any:
 
 def make_optimizer(params: Any, num_layers: int, num_slides: int, settings: Settings) -> optax.GradientTransformation:
     """Returns AdamW on gradients that are the means over several slides; only kernels decay."""
-    of_epoch = max(1, num_slides // settings.accumulate)
-    total = max(settings.epochs * num_slides // settings.accumulate, of_epoch + 1)
-    rate = optax.warmup_cosine_decay_schedule(0, settings.learning_rate, of_epoch, total, LEAST_RATE)
+    total = settings.epochs * num_slides // settings.accumulate
+    warmup = min(num_slides // settings.accumulate, total - 1)
+    rate = optax.warmup_cosine_decay_schedule(0, settings.learning_rate, warmup, total, LEAST_RATE)
     is_kernel = lambda params: jax.tree_util.tree_map_with_path(
         lambda path, _: "kernel" in jax.tree_util.keystr(path), params
     )
@@ -153,16 +161,17 @@ def finetune(
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state, first = optimizer.init(params), 0
+    state, first, seed = optimizer.init(params), 0, jax.random.key(settings.seed)
     if checkpoints is not None and checkpoints.step:
         found = checkpoints.restore({"params": params, "opt_state": state})
         params, state, first = found["params"], found["opt_state"], checkpoints.step
+        nnx.update(classifier, params)
     for epoch in range(first, settings.epochs):
         order = np.random.default_rng([settings.seed, epoch]).permutation(len(classes))
         for number in order.tolist():
-            key = jax.random.key(settings.seed * 2**16 + epoch)
-            label = jnp.asarray([classes[number]])
-            params, state, value = step(params, state, slides[number], label, jax.random.fold_in(key, number))
+            # The weights are drawn from the seed itself.
+            key = jax.random.fold_in(jax.random.fold_in(seed, epoch + 1), number)
+            params, state, value = step(params, state, slides[number], jnp.asarray([classes[number]]), key)
             yield float(value)
         nnx.update(classifier, params)
         if checkpoints is not None:
@@ -173,27 +182,56 @@ def finetune(
 class _Files:
     """Slides that are read when they are asked for."""
 
-    def __init__(self, paths: Sequence[Path], width: int):
-        self.paths, self.width = paths, width
+    def __init__(self, paths: Sequence[Path]):
+        self.paths = paths
 
     def __getitem__(self, number: int) -> tuple[jax.Array, ...]:
-        slide = read_slide(self.paths[number])
-        if slide.embeddings.shape[1] != self.width:
-            path, found = self.paths[number], slide.embeddings.shape[1]
-            raise ValueError(f"{path} has embeddings of width {found}, and the encoder takes {self.width}")
-        return pad(slide)
+        return pad(read_slide(self.paths[number], "--finetune"))
 
 
-def run(encoder: SlideEncoder, labelled: Labelled, settings: Settings, folder: Path, resume: bool) -> None:
-    """Fine-tunes on files, with a progress bar, and writes a checkpoint into the folder after each epoch."""
-    classifier = Classifier(encoder, len(labelled.names), nnx.Rngs(settings.seed))
-    configuration = {**settings._asdict(), "classes": labelled.names, "slides": len(labelled.classes)}
-    slides, count = _Files(labelled.paths, encoder.patch.in_features), len(labelled.classes)
-    with Checkpoints(folder, configuration, 0 if resume else None) as checkpoints:
+def check_run(labelled: Labelled, settings: Settings, width: int) -> None:
+    """Checks the numbers, and reads all slides once, before anything is written.
+
+    Raises:
+      ValueError: naming the option or the slide, and the remedy.
+    """
+    if len(labelled.classes) * settings.epochs < 2 * settings.accumulate:
+        raise ValueError(
+            f"--accumulate {settings.accumulate} makes less than two steps of {len(labelled.classes)} slides in "
+            f"{settings.epochs} epochs, and the first one warms up: give fewer, or more --epochs"
+        )
+    if not 0 < settings.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate {settings.learning_rate} must be a number above 0")
+    if not 0 <= settings.seed < 2**31:
+        raise ValueError(f"--seed {settings.seed} must be at least 0 and less than 2^31")
+    for path in labelled.paths:
+        found = read_slide(path, "--finetune").embeddings.shape[1]
+        if found != width:
+            raise ValueError(
+                f"--finetune {path} has embeddings of width {found}, and the encoder takes {width}: give those of its "
+                "own tile encoder"
+            )
+
+
+def run(
+    encoder: SlideEncoder, labelled: Labelled, settings: Settings, options: dict[str, Any], folder: Path, resume: Any
+) -> None:
+    """Fine-tunes on files, with a progress bar, and writes a checkpoint into the folder after each epoch.
+
+    A run is resumed with the same settings, `options` and slides alone.
+    """
+    check_run(labelled, settings, encoder.patch.in_features)
+    classifier = Classifier(encoder, len(labelled.names), nnx.Rngs(settings.seed + 2**31))  # apart from the encoder's
+    rows = [f"{path.name} {labelled.names[number]}" for path, number in zip(*labelled[:2], strict=True)]
+    configuration = {**settings._asdict(), **options, "table": f"of {len(rows)} slides, {crc32(repr(rows).encode()):x}"}
+    slides, count = _Files(labelled.paths), len(rows)
+    with Checkpoints(folder, configuration, resume, option="--checkpoints") as checkpoints:
         total, done = settings.epochs * count, checkpoints.step * count
         recent: list[float] = []
         with tqdm(total=total, initial=done, unit="slide", desc="compiling") as bar:
             for value in finetune(classifier, slides, labelled.classes, settings, checkpoints):
+                if not math.isfinite(value):
+                    raise checkpoints.lost(f"the loss became {value}", "lower --learning-rate")
                 recent = [*recent, value][-count:]
                 bar.set_description(f"loss {np.mean(recent):.4f}")
                 bar.update()

@@ -7,7 +7,7 @@
   and a linear head; the table has the columns `slide`, a file as above, and `label`. `--resume` goes on after a stop.
 - `--mesh seq=8`: on eight devices; on a machine without so many, they are simulated.
 
-Wrong input ends it with exit code 2 and one line, and nothing is written.
+Wrong input ends it with exit code 2 and one line, and nothing is written; a training that cannot go on, with 1.
 """
 
 import argparse
@@ -30,6 +30,8 @@ from slides import Slide, read_slide, read_weights, synthetic_slide
 
 NUM_TILES = 10_000
 DTYPES = ("float32", "bfloat16")
+# The options that a training must be resumed with.
+OF_MODEL = "heads", "global_pool", "padding", "max_wsi_size", "tile_size", "dtype", "dropout", "drop_path"
 STRATEGIES = ("ring", "all_gather", "all_to_all", "auto")
 
 
@@ -51,9 +53,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heatmap", type=Path, help="a .png file: the slide token's attention in the last layer, over the slide")
     add("--finetune", type=Path, help="a table of slides and labels: train the encoder with a linear head")
     add("--checkpoints", type=Path, help="the folder of the checkpoints of a training")
-    add("--resume", action="store_true", help="go on from the last checkpoint")
+    add("--resume", nargs="?", type=int, const=0, help="go on from the last checkpoint, or from that of this epoch")
     add("--epochs", type=int, default=5, help="passes over all slides; the first one warms up")
-    add("--accumulate", type=int, default=32, help="slides of one step of the optimizer")
+    add("--accumulate", type=int, default=32, help="slides for one step of the optimizer")
     add("--learning-rate", type=float, help="the highest rate; 4e-3 for 256 slides of a step by default")
     add("--dropout", type=float, default=0.1, help="the rate at which training drops numbers")
     add("--drop-path", type=float, default=0.1, help="the rate at which it drops what the last layer adds")
@@ -72,6 +74,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--mesh {axis}={size} would compute the same on each: one slide is cut along seq alone")
     if (arguments.finetune is None) != (arguments.checkpoints is None):
         raise ValueError("--finetune and --checkpoints go together: give a table, and the folder to write into")
+    for name in ("tiles", "out", "heatmap") if arguments.finetune else ("resume",):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} is {'not' if arguments.finetune else 'only'} for --finetune: leave it out")
     for name in ("epochs", "accumulate"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} {getattr(arguments, name)} must be 1 at least")
@@ -140,10 +145,12 @@ def draw(path: Path, slide: Slide, attention: np.ndarray, tile_size: int) -> Non
 def train(arguments: argparse.Namespace) -> None:
     """Fine-tunes on the slides of a table."""
     labelled = read_labels(arguments.finetune)
-    width = read_slide(labelled.paths[0]).embeddings.shape[1]
-    rate = arguments.learning_rate or 4e-3 * arguments.accumulate / 256
+    width = read_slide(labelled.paths[0], "--finetune").embeddings.shape[1]
+    rate = 4e-3 * arguments.accumulate / 256 if arguments.learning_rate is None else arguments.learning_rate
     settings = Settings(arguments.epochs, arguments.accumulate, rate, arguments.seed)
-    run_finetuning(make_encoder(arguments, width), labelled, settings, arguments.checkpoints, arguments.resume)
+    options = {name: getattr(arguments, name) for name in OF_MODEL} | {"weights": str(arguments.weights)}
+    folder, resume = arguments.checkpoints, arguments.resume
+    run_finetuning(make_encoder(arguments, width), labelled, settings, options, folder, resume)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -170,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (run if arguments.finetune is None else train)(arguments)
     except (ValueError, OSError, RunError) as error:
         print(f"gigapath.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        raise SystemExit(1 if isinstance(error, RunError) else 2) from error
 
 
 if __name__ == "__main__":

@@ -16,26 +16,26 @@ class Slide(NamedTuple):
     coordinates: np.ndarray
 
 
-def read_slide(path: Path) -> Slide:
-    """Reads `features` and `coords` of an .h5, .npz or .pt file.
+def read_slide(path: Path, option: str = "--tiles") -> Slide:
+    """Reads `features` and `coords` of an .h5, .npz or .pt file, which an option names.
 
     Raises:
       ValueError: if the file is of another kind, is damaged, or has not these two, of as many tiles.
     """
-    arrays = _read(path, "--tiles", {".h5": _read_h5, ".npz": _read_npz, ".pt": _read_torch})
+    arrays = _read(path, option, {".h5": _read_h5, ".npz": _read_npz, ".pt": _read_torch})
     for name in ("features", "coords"):
         if name not in arrays:
             raise ValueError(
-                f"--tiles {path} has no {name}, but {', '.join(arrays) or 'nothing'}: give it 'features' and 'coords'"
+                f"{option} {path} has no {name}, but {', '.join(arrays) or 'nothing'}: give it 'features' and 'coords'"
             )
     slide = Slide(*(np.asarray(arrays[name], np.float32) for name in ("features", "coords")))
     if slide.embeddings.ndim != 2 or slide.coordinates.shape != (len(slide.embeddings), 2) or not len(slide.embeddings):
         shapes = slide.embeddings.shape, slide.coordinates.shape
         raise ValueError(
-            f"--tiles {path} has features and coords of the shapes {shapes}: make them [T, width] and [T, 2]"
+            f"{option} {path} has features and coords of the shapes {shapes}: make them [T, width] and [T, 2]"
         )
     if not all(np.isfinite(array).all() for array in slide):
-        raise ValueError(f"--tiles {path} has numbers that are not finite: mend them")
+        raise ValueError(f"{option} {path} has numbers that are not finite: mend them")
     return slide
 
 

@@ -1,7 +1,8 @@
 """How a kernel for Hopper GPUs is run: a block of threads for each tile that stays, past which the others come.
 
 Two warpgroups compute, each for half of the rows of the tile that stays. A third copies: the tile that stays, and then
-the tiles that come by, as many ahead as shared memory has stages. Barriers say what is there and what is spent.
+the tiles that come by, as many ahead as shared memory has stages. Barriers say what is there, what is spent, and whose
+turn it is.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -161,8 +162,23 @@ def launch(call: Call) -> list[Array]:
         start, stays = of_lists.starts[run], of_lists.stays[run]
         groups = sizes.groups if call.stays == KEYS else 1
         num_steps = (of_lists.stops[run] - start) * groups
-        known = list(inputs), list(results), list(rooms), Barriers(*barriers), head, stays, start, num_steps
-        block, warpgroup = _Block(call, sizes, leaves, tree, outs, of_lists, *known), jax.lax.axis_index("warpgroup")
+        block = _Block(
+            call,
+            sizes,
+            leaves,
+            tree,
+            outs,
+            of_lists,
+            refs=list(inputs),
+            outs=list(results),
+            rooms=list(rooms),
+            barriers=Barriers(*barriers),
+            head=head,
+            stays=stays,
+            start=start,
+            num_steps=num_steps,
+        )
+        warpgroup = jax.lax.axis_index("warpgroup")
         pl.when(warpgroup < _COMPUTING)(lambda: _compute(block, warpgroup))
         pl.when(warpgroup == _COMPUTING)(lambda: _copy(block))
 
@@ -180,7 +196,7 @@ def launch(call: Call) -> list[Array]:
         interpret=call.interpret or None,
     )
     # What comes out of a kernel is not said to vary along axes of the mesh.
-    varying = tuple(jax.typeof(arrays[0]).manual_axis_type.varying)
+    varying = tuple(call.varying.varying)
     return call.take_back([jax.lax.pcast(array, varying, to="varying") for array in run(*scalars, *arrays)])
 
 

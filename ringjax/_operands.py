@@ -114,6 +114,11 @@ class Call(NamedTuple):
     interpret: Any = False
 
     @property
+    def varying(self) -> Any:
+        """Along which axes of a mesh the results vary: as the queries do, and no mask along more."""
+        return jax.typeof(self.queries[0]).manual_axis_type
+
+    @property
     def visits(self) -> Visits:
         """Which tiles meet, by those that stay."""
         return self.mask.visits if self.stays == QUERIES else self.mask.visits.transposed()
@@ -209,6 +214,7 @@ def _masks(mask: Mask, sizes: Sizes) -> tuple[Any, Any]:
     position = mask.keys.position
     if mask.keys.is_key is not None:
         position = jnp.where(mask.keys.is_key, position, -1)
-    words = lambda array: jax.lax.bitcast_convert_type(array, jnp.int32)
+    is_word = lambda array: array.dtype == jnp.uint32
+    words = lambda array: jax.lax.bitcast_convert_type(array, jnp.int32) if is_word(array) else array.astype(jnp.int32)
     of_side = lambda tree, side: jax.tree.map(lambda array: _of_mask(words(array), side, sizes), tree)
     return of_side(mask.queries, QUERIES), of_side(mask.keys._replace(position=position, is_key=None), KEYS)

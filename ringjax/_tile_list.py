@@ -1,4 +1,4 @@
-"""The lists of tiles that meet, over which the grids of kernels run: as long as there are such tiles, known when run.
+"""The lists of tiles that meet, over which the grids of kernels run; how many there are is known when run.
 
 Letters: L lists, one for each batch of masks; I tiles that stay, J tiles that come by, P of them in one step.
 """
@@ -20,8 +20,8 @@ _HALF = 16
 class TileList(NamedTuple):
     """The steps of a kernel: of each the tile that stays and the tiles that come by, and what it finds there.
 
-    The steps of one tile that stays follow each other. Each such tile has a step, so that its results are written. Only
-    the first so many of the entries, the `length`, are steps.
+    The steps of one tile that stays follow each other. Each such tile has a step, so that its results are written. All
+    tiles that might meet have an entry, and the first so many of these, the `length`, are steps.
     """
 
     tiles: Int[Array, "entries"]
@@ -30,7 +30,7 @@ class TileList(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The tiles that stay, of each list those of most steps first, and where the steps of each are in a list."""
+    """The tiles that stay, of each list those that meet most first, and where what each meets is in a list."""
 
     tile: Int[Array, "L I"]
     start: Int[Array, "L I"]
@@ -86,6 +86,9 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
     meets, is_whole = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in visits)
     meets, is_whole = (array.reshape(*array.shape[:2], -1, parts) for array in (meets, is_whole))  # [L, I, J, P]
     lists, rows, columns, _ = meets.shape
+    if max(rows, columns) >= 1 << _HALF - 1 or meets.size >= 2**31:
+        words = "are too many on one device: use more devices, or implementation='xla'"
+        raise ValueError(f"{rows} tiles of queries or keys and {columns} of the others {words}")
     number, row, column = _numbers(lists, rows, columns)
     some, every, whole = meets.any(axis=-1), meets.all(axis=-1), (meets & is_whole).all(axis=-1)
     case = jnp.where(whole, WHOLE, jnp.where(every, CUT, jnp.where(some, SOME, NOTHING)))
@@ -97,14 +100,16 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
 
 
 def find_runs(visits: Visits) -> Runs:
-    """Returns where the steps of each tile are in the list of `list_tiles`, with one tile that comes by in a step.
+    """Returns where the tiles that each tile meets are in the list of `list_tiles`, with one of them in a step.
 
-    Who begins with the longest runs ends with short ones, and no processor is left alone with a long one.
+    A tile that meets none has an empty run: the step that it has in the list is passed over. Who begins with the
+    longest runs ends with short ones, and no processor is left alone with a long one.
     """
-    length = jnp.maximum(visits.meets.sum(axis=2, dtype=jnp.int32), 1)  # [L, I]
-    stop = jnp.cumsum(length, dtype=jnp.int32).reshape(length.shape)
+    length = visits.meets.sum(axis=2, dtype=jnp.int32)  # [L, I]
+    steps = jnp.maximum(length, 1)
+    start = jnp.cumsum(steps, dtype=jnp.int32).reshape(steps.shape) - steps
     order = jnp.argsort(-length, axis=1).astype(jnp.int32)
-    return Runs(order, *(jnp.take_along_axis(array, order, axis=1) for array in (stop - length, stop)))
+    return Runs(order, *(jnp.take_along_axis(array, order, axis=1) for array in (start, start + length)))
 
 
 def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:

@@ -64,7 +64,6 @@ def launch(call: Call) -> list[Array]:
 
     def run(visits: Visits, arrays: list[Any], outs: list[Operand]) -> list[Array]:
         steps = list_tiles(visits, call.parts)
-        varying = jax.typeof(arrays[0]).manual_axis_type
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(sizes.heads[call.stays] // sizes.lists, steps.length * (sizes.groups if call.stays == KEYS else 1)),
@@ -73,7 +72,7 @@ def launch(call: Call) -> list[Array]:
             scratch_shapes=call.scratch,
         )
         parameters = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES)
-        shapes = [jax.ShapeDtypeStruct(out.array.shape, jnp.float32, manual_axis_type=varying) for out in outs]
+        shapes = [jax.ShapeDtypeStruct(out.array.shape, jnp.float32, manual_axis_type=call.varying) for out in outs]
         named = {"name": f"ringjax_{call.name}", "interpret": call.interpret, "compiler_params": parameters}
         named |= {"input_output_aliases": aliases, "cost_estimate": call.cost(arrays)}
         kernel = pl.pallas_call(body, grid_spec=spec, out_shape=shapes, **named)

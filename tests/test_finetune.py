@@ -127,13 +127,29 @@ def test_a_run_that_is_continued_ends_as_one_that_was_not(files, monkeypatch, ca
     [
         (None, "", "--finetune none.csv is no file: give a table of slides and labels"),
         ("a,b\n1,2\n", "", "has not the columns slide and label: name them in its first line"),
-        ("slide,label\n0.npz,one\n", "", "has 1 class: give slides of two at least"),
+        ("slide,label\n0.npz,one\n", "", "has less than two classes: give slides of two at least"),
+        ("slide,label\n0.npz,one\n1.npz\n", "", "has no slide or no label in row 3: give both"),
+        (
+            "slide,label\n0.npz,one\n1.npz,two\n",
+            "",
+            "--accumulate 32 makes less than two steps of 2 slides",
+        ),
+        ("slide,label\n0.npz,one\n1.npz,two\n", "--accumulate 1 --seed -1", "--seed -1 must be at least 0"),
+        ("slide,label\n0.npz,one\n1.npz,two\n", "--accumulate 1 --learning-rate 0", "must be a number above 0"),
+        ("slide,label\n0.npz,one\nwide.npz,two\n", "--accumulate 1", "wide.npz has embeddings of width 7, and the"),
+        (
+            "slide,label\n0.npz,one\n1.npz,two\n",
+            "--accumulate 1 --resume",
+            "there is no checkpoint in run: train",
+        ),
+        ("slide,label\n", "--out out.npz", "--out is not for --finetune: leave it out"),
         ("slide,label\n0.npz,one\n7.npz,two\n", "", "7.npz, which is no file: correct it"),
         ("slide,label\n", "--epochs 0", "--epochs 0 must be 1 at least"),
         ("slide,label\n", "--drop-path 1", "--drop-path 1.0 must be at least 0 and less than 1"),
     ],
 )
 def test_wrong_input(files, capsys, table, options, words):
+    np.savez(files / "wide.npz", features=np.ones((4, 7)), coords=np.ones((4, 2)))
     name = "none.csv" if table is None else "table.csv"
     if table is not None:
         (files / name).write_text(table)

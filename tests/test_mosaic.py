@@ -159,6 +159,15 @@ def test_no_step_is_in_vain(pattern, documents):
     assert int(steps.length) == of_steps.sum() + (~of_steps.any(axis=1)).sum()
 
 
+def test_documents_of_any_integers():
+    """Also of fewer bits than a kernel's numbers have."""
+    *arrays, documents = make_arrays(documents="mixed", length=20)
+    arrays = [jnp.asarray(array, jnp.float32) for array in arrays[:3]]
+    attend = functools.partial(ring_dilated_attention, *arrays, pattern=[Segments(20)], is_causal=True)
+    found = attend(document_ids=documents.astype(np.int8), implementation="mosaic")
+    np.testing.assert_allclose(found, attend(document_ids=documents), atol=1e-5)
+
+
 def test_errors_in_bfloat16_are_those_of_xla():
     """Against float64, of an output, an lse and gradients: at most a tenth more."""
     arrays = [jnp.asarray(array, jnp.bfloat16) for array in random_arguments(384, (2, 1), (64, 64), (2,))]
