@@ -75,13 +75,22 @@ def _zeros(width: int) -> Array:
 
 
 def _rows(ref: Any) -> Array:
-    """Reads rows as the sums are, which do not vary along axes of a mesh: no operation in a kernel says so."""
+    """Reads rows of sums.
+
+    What is read is said to vary along axes of a mesh, the results of operations in a kernel are not, and a loop needs
+    both alike: so it is multiplied.
+    """
     return plgpu.load(ref, layout=_TILE, optimized=False) * 1.0
 
 
 def _numbers(ref: Any, axis: int) -> Array:
     """Reads the number of each row."""
     return plgpu.load(ref, layout=_ROW if axis == PASSES else _COLUMN, optimized=False)
+
+
+def _axis(side: int, stays: int) -> int:
+    """Returns the axis of pairs along which the rows of a side are."""
+    return STAYS if side == stays else PASSES
 
 
 def _widen(array: Array, axis: int, shape: tuple[int, ...]) -> Array:
@@ -96,7 +105,7 @@ def _read(refs: Any, axis: int, shape: tuple[int, ...]) -> Any:
 
 def _masks(refs: Any, stays: int, shape: tuple[int, ...]) -> list[Any]:
     """Reads the masks of queries and keys, for all pairs."""
-    return [_read(side, STAYS if number == stays else PASSES, shape) for number, side in enumerate(refs)]
+    return [_read(of_side, _axis(side, stays), shape) for side, of_side in zip((QUERIES, KEYS), refs, strict=True)]
 
 
 def _mask(scores: Array, refs: Any, stays: int, is_whole: Any) -> Array:
@@ -107,9 +116,9 @@ def _mask(scores: Array, refs: Any, stays: int, is_whole: Any) -> Array:
 
 def _is_kept(refs: Any, stays: int, shape: tuple[int, ...], rate: float) -> Array:
     queries, keys = refs
-    axes = (STAYS, PASSES) if stays == QUERIES else (PASSES, STAYS)
-    start, step = (jax.lax.bitcast_convert_type(_read(ref, axes[0], shape), jnp.uint32) for ref in queries.stream)
-    return _dropout.is_kept(start, step, _read(keys.position, axes[1], shape), rate)
+    words = _read(queries.stream, _axis(QUERIES, stays), shape)
+    start, step = (jax.lax.bitcast_convert_type(word, jnp.uint32) for word in words)
+    return _dropout.is_kept(start, step, _read(keys.position, _axis(KEYS, stays), shape), rate)
 
 
 def _cap(scores: Array, weighting: Weighting) -> Array:
@@ -200,7 +209,7 @@ class _Gradient:
         dtype, rate = one.dtype, self.weighting.dropout_rate
         scores = _cap(_multiply(one, _turned(other), self.interpret), self.weighting)
         seen = _mask(scores, masks, stays, is_whole)
-        lse = _read(lse, STAYS if stays == QUERIES else PASSES, seen.shape)
+        lse = _read(lse, _axis(QUERIES, stays), seen.shape)
         weights = jnp.exp2(seen * (self.weighting.unit * _LOG2E) - lse * _LOG2E)
         if rate:
             weights = jnp.where(_is_kept(masks, stays, seen.shape, rate), weights, -weights)
@@ -212,7 +221,7 @@ class _Gradient:
 
     def logits_grad(self, weights: Array, weights_grad: Array, delta: Any, stays: int) -> Array:
         """Returns the gradient of logits without the scale."""
-        delta = _read(delta, STAYS if stays == QUERIES else PASSES, weights.shape)
+        delta = _read(delta, _axis(QUERIES, stays), weights.shape)
         return jnp.abs(weights) * (self.keep(weights_grad, weights) - delta)
 
     def keep(self, array: Array, weights: Array) -> Array:

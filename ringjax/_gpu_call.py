@@ -108,10 +108,8 @@ class _Block(NamedTuple):
     """What a block of threads knows: of each operand the reference, and for those that are copied the room."""
 
     call: Call
-    sizes: Sizes
     leaves: list[Operand]
     tree: Any
-    results: list[Operand]
     lists: _Lists
     refs: list[Any]
     outs: list[Any]
@@ -121,6 +119,11 @@ class _Block(NamedTuple):
     stays: Any
     start: Any
     num_steps: Any
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the call."""
+        return self.call.sizes
 
     def entry(self, step: Any) -> tuple[Any, Any]:
         """Returns the entry of the list that a step takes, and which of the heads that share a tile of keys."""
@@ -144,41 +147,14 @@ class _Block(NamedTuple):
 
 def launch(call: Call) -> list[Array]:
     """Runs a kernel; `call.kernel` is a `Kernel`."""
-    sizes, given, outs = call.sizes, call.operands(), call.outs()
-    leaves, tree = flatten(given)
+    (leaves, tree), outs = flatten(call.operands()), call.outs()
     lists, runs = list_tiles(call.visits, 1), find_runs(call.visits)
     flat = runs.tile.reshape(-1), runs.start.reshape(-1), runs.stop.reshape(-1)
-    scalars = _Lists(*flat, lists.tiles, lists.notes)
-    num_tiles = runs.tile.shape[1]
+    scalars, num_tiles = _Lists(*flat, lists.tiles, lists.notes), runs.tile.shape[1]
     arrays = [leaf.array for leaf in leaves]
 
     def body(*refs: Any) -> None:
-        of_lists, refs = _Lists(*refs[: len(scalars)]), refs[len(scalars) :]
-        inputs, refs = refs[: len(leaves)], refs[len(leaves) :]
-        results, (rooms, barriers) = refs[: len(outs)], refs[len(outs) :]
-        index, per_head = jax.lax.axis_index("tile"), np.int32(num_tiles)
-        head, number = jax.lax.div(index, per_head), jax.lax.rem(index, per_head)
-        run = jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)) * num_tiles + number
-        start, stays = of_lists.starts[run], of_lists.stays[run]
-        groups = sizes.groups if call.stays == KEYS else 1
-        num_steps = (of_lists.stops[run] - start) * groups
-        block = _Block(
-            call,
-            sizes,
-            leaves,
-            tree,
-            outs,
-            of_lists,
-            refs=list(inputs),
-            outs=list(results),
-            rooms=list(rooms),
-            barriers=Barriers(*barriers),
-            head=head,
-            stays=stays,
-            start=start,
-            num_steps=num_steps,
-        )
-        warpgroup = jax.lax.axis_index("warpgroup")
+        block, warpgroup = _enter(call, leaves, tree, num_tiles, refs), jax.lax.axis_index("warpgroup")
         pl.when(warpgroup < _COMPUTING)(lambda: _compute(block, warpgroup))
         pl.when(warpgroup == _COMPUTING)(lambda: _copy(block))
 
@@ -187,7 +163,7 @@ def launch(call: Call) -> list[Array]:
         body,
         out_type=[jax.ShapeDtypeStruct(out.array.shape, jnp.float32) for out in outs],
         scratch_types=[_make_rooms(call, leaves), _make_barriers(call, leaves)],
-        grid=(sizes.heads[call.stays] * num_tiles,),
+        grid=(call.sizes.heads[call.stays] * num_tiles,),
         grid_names=("tile",),
         num_threads=_COMPUTING + 1,
         thread_name="warpgroup",
@@ -198,6 +174,30 @@ def launch(call: Call) -> list[Array]:
     # What comes out of a kernel is not said to vary along axes of the mesh.
     varying = tuple(call.varying.varying)
     return call.take_back([jax.lax.pcast(array, varying, to="varying") for array in run(*scalars, *arrays)])
+
+
+def _enter(call: Call, leaves: list[Operand], tree: Any, num_tiles: int, refs: tuple[Any, ...]) -> _Block:
+    """Returns what a block of threads knows, which begins: the head and the tile that are its own, and their run."""
+    lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
+    index, per_head, sizes = jax.lax.axis_index("tile"), np.int32(num_tiles), call.sizes
+    head, number = jax.lax.div(index, per_head), jax.lax.rem(index, per_head)
+    run = jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)) * per_head + number
+    start, groups = lists.starts[run], sizes.groups if call.stays == KEYS else 1
+    *results, rooms, barriers = refs[len(leaves) :]
+    return _Block(
+        call,
+        leaves,
+        tree,
+        lists,
+        refs=list(refs[: len(leaves)]),
+        outs=results,
+        rooms=list(rooms),
+        barriers=Barriers(*barriers),
+        head=head,
+        stays=lists.stays[run],
+        start=start,
+        num_steps=(lists.stops[run] - start) * groups,
+    )
 
 
 def _staged(call: Call, leaves: list[Operand], stays: bool) -> list[int]:
@@ -263,8 +263,9 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     kernel: Kernel = block.call.kernel
     own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
     rows = pl.ds(block.stays * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
-    at = lambda out, ref: ref.at[block.head, 0, rows] if out.is_row else ref.at[block.head, rows]
-    before = tuple(map(at, block.results, block.refs[len(block.rooms) :]))
+    # Numbers of rows are [B, heads, rows] in a call, and [B * heads, 1, rows] here.
+    at = lambda result, ref: ref.at[block.head, 0, rows] if len(result.shape) == 3 else ref.at[block.head, rows]
+    before = tuple(at(*pair) for pair in zip(block.call.results, block.refs[len(block.rooms) :], strict=False))
     turn = lambda: plgpu.barrier_arrive_and_wait(block.barriers.turn)
     plgpu.barrier_wait(block.barriers.stays)
 
@@ -280,5 +281,5 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     sums = jax.lax.fori_loop(np.int32(0), block.num_steps, take, kernel.start(before))
     if kernel.takes_turns:
         pl.when(warpgroup == 0)(turn)
-    for out, ref, result in zip(block.results, block.outs, kernel.finish(sums, before), strict=True):
+    for out, ref, result in zip(block.call.results, block.outs, kernel.finish(sums, before), strict=True):
         at(out, ref)[...] = result

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import random_arguments, reference_results, ring_results
+from oracle import random_arguments
 from test_features import FEATURES, PATTERN, make_arrays
-from test_mosaic import TILES, check
+from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._block import Weighting
@@ -159,15 +159,8 @@ def test_nothing_is_replaced_before_it_is_read(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_errors_in_16_bits_are_those_of_xla(dtype, interpret):
-    """Against float64, of an output, an lse and gradients: at most a tenth more."""
     arrays = [jnp.asarray(array, dtype) for array in random_arguments(200, (2, 1), (64, 64), (1,))]
-    arguments = {"pattern": [Segments(200)], "is_causal": True}
-    expected = reference_results([np.asarray(array, np.float64) for array in arrays], **arguments)
-    errors = {}
-    for name in ("xla", "mosaic"):
-        found = ring_results(arrays, implementation=name, **arguments)
-        errors[name] = [np.sqrt(np.mean((np.float64(a) - b) ** 2)) for a, b in zip(found, expected, strict=True)]
-    assert all(np.array(errors["mosaic"]) <= 1.1 * np.array(errors["xla"]))
+    check_errors(arrays, pattern=[Segments(200)], is_causal=True)
 
 
 @needs_kernels
