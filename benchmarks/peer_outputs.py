@@ -1,7 +1,7 @@
 """Makes the data of the tests that are outputs of others' code.
 
-`python -m benchmarks.peer_outputs`, or with the folder of a checkout of github.com/prov-gigapath/prov-gigapath for the
-states of its slide encoder.
+`python -m benchmarks.peer_outputs layers`, or with the folder of a checkout: `gigapath FOLDER` of
+github.com/prov-gigapath/prov-gigapath, `longnet FOLDER` of github.com/microsoft/torchscale.
 """
 
 import sys
@@ -9,14 +9,19 @@ import sys
 from benchmarks.environment import ROOT, run_peer
 
 DATA = ROOT / "tests" / "data"
+# The script of each peer, and the file that it writes.
+PEERS = {
+    "layers": ("transformers_layers.py", "transformers_layers.npz"),
+    "gigapath": ("gigapath_states.py", "gigapath_states.npz"),
+    "longnet": ("longnet_states.py", "longnet_states.npz"),
+}
 
 
 def main() -> None:
     """Runs the peer, which writes its file."""
-    if sys.argv[1:]:
-        print(run_peer("gigapath_states.py", sys.argv[1], str(DATA / "gigapath_states.npz")))
-    else:
-        print(run_peer("transformers_layers.py", str(DATA / "transformers_layers.npz")))
+    name, *folder = sys.argv[1:]
+    script, file = PEERS[name]
+    print(run_peer(script, *folder, str(DATA / file)))
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def finetune(
       checkpoints: where the state is written after each epoch, and read from first.
     """
     definition, params = nnx.split(classifier)
-    optimizer = make_optimizer(params, len(classifier.encoder.path_rates), len(classes), settings)
+    optimizer = make_optimizer(params, classifier.encoder.num_layers, len(classes), settings)
 
     @jax.jit
     def step(params: Any, state: Any, slide: Any, label: Any, key: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -1,7 +1,6 @@
 """What the Flax modules share: the settings of their attention, and what happens between their projections."""
 
 import dataclasses
-import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -26,6 +25,9 @@ from ringjax._promotion import with_own_promotion
 from ringjax._rotary import rotary_embedding
 from ringjax._strategy import STRATEGIES, check_exchange_size
 
+# Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
+PositionEmbedding = Callable[[Array, Array, bool], Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -41,6 +43,7 @@ class Settings:
     qkv_features: int
     is_causal: bool
     rope_theta: float | None
+    position_embedding: PositionEmbedding | None
     logits_soft_cap: float | None
     dropout_rate: float
     broadcast_dropout: bool
@@ -84,6 +87,12 @@ class Settings:
             )
         if theta is not None and not 0 < theta < math.inf:
             raise ValueError(f"rope_theta={theta} must be positive, such as 10000")
+        if theta is not None and self.position_embedding is not None:
+            raise ValueError(f"rope_theta={theta} is given beside position_embedding: give either")
+        if not (self.position_embedding is None or callable(self.position_embedding)):
+            raise TypeError(
+                f"position_embedding={self.position_embedding!r} must be a function of heads, positions and is_key"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self.mesh, Mesh):
@@ -122,8 +131,8 @@ class Settings:
         dropout_seed: Any = None,
         sinks: Any = None,
     ) -> Float[Array, "*B T N H"]:
-        """Computes attention of projected heads, rotated to their global positions if `rope_theta` is given."""
-        query, key = self._rotate(query, query_offset), self._rotate(key)
+        """Computes attention of projected heads, in which their global positions are embedded."""
+        query, key = self._embed(query, query_offset), self._embed(key, is_key=True)
         out = ring_dilated_attention(
             query,
             key,
@@ -148,10 +157,19 @@ class Settings:
         )
         return cast(Array, out)
 
-    def _rotate(self, array: Float[Array, "*B T N H"], offset: Any = 0) -> Float[Array, "*B T N H"]:
-        if self.rope_theta is None:
+    def _embed(self, array: Float[Array, "*B T N H"], offset: Any = 0, is_key: bool = False) -> Array:
+        """Embeds the positions of all tokens, the first at the offset."""
+        return self._embed_at(array, lambda: token_positions(array, self.mesh, self.axis_name) + offset, is_key)
+
+    def _embed_at(self, array: Float[Array, "*B T N H"], positions: Callable[[], Array], is_key: bool) -> Array:
+        if self.rope_theta is not None:
+            return rotary_embedding(array, positions(), self.rope_theta)
+        if self.position_embedding is None:
             return array
-        return rotary_embedding(array, token_positions(array, self.mesh, self.axis_name) + offset, self.rope_theta)
+        embedded = self.position_embedding(array, positions(), is_key)
+        if embedded.shape != array.shape:
+            raise ValueError(f"position_embedding made {embedded.shape} of {array.shape}: let it keep the shape")
+        return embedded.astype(array.dtype)
 
     def make_cache(self, batch: tuple[int, ...], max_length: int, dtype: Any, spec: P | None = None) -> Cache:
         """Returns the cache of no tokens, for sequences of `max_length` whose heads lie on the mesh as `spec` says.
@@ -181,17 +199,15 @@ class Settings:
                 "call init_cache with a larger length"
             )
         self._check_cache(key, cache)
-        out, rotated = self.attend(query, key, value, sinks=sinks), self._rotate(key)
+        out, embedded = self.attend(query, key, value, sinks=sinks), self._embed(key, is_key=True)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
-        return out, self._decoder(query, key, value).prefill(rotated, value, cache)
+        return out, self._decoder(query, key, value).prefill(embedded, value, cache)
 
     @with_own_promotion
     def step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
         """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
-        if self.rope_theta is not None:
-            positions = cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
-            rotate = functools.partial(rotary_embedding, positions=positions, theta=self.rope_theta)
-            query, key = rotate(query), rotate(key)
+        positions = lambda: cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
+        query, key = self._embed_at(query, positions, False), self._embed_at(key, positions, True)
         self._check_cache(key, cache)
         return self._decoder(query, key, value).step(query, key, value, cache, sinks)
 

@@ -12,7 +12,14 @@ from jaxtyping import Array, Float
 
 from ringjax._branch import Branch
 from ringjax._cache import Cache
-from ringjax._heads import Settings, check_decoding, check_flax_arguments, normalize_inner, output_sharding
+from ringjax._heads import (
+    PositionEmbedding,
+    Settings,
+    check_decoding,
+    check_flax_arguments,
+    normalize_inner,
+    output_sharding,
+)
 from ringjax._implementation import ImplementationName
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._strategy import Strategy
@@ -42,6 +49,8 @@ class RingDilatedAttention(linen.Module):
       heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
+        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads.
       normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
         Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
@@ -96,6 +105,7 @@ class RingDilatedAttention(linen.Module):
     heads: Heads = "all"
     num_kv_heads: int | None = None
     rope_theta: float | None = None
+    position_embedding: PositionEmbedding | None = None
     normalize_qk: bool = False
     inner_norm: Any = None
     sinks: bool = False
@@ -230,6 +240,7 @@ _CACHE = "cached_key", "cached_value", "cache_index", "cache_length"
 _SAME_SETTINGS = (
     "is_causal",
     "rope_theta",
+    "position_embedding",
     "logits_soft_cap",
     "dropout_rate",
     "broadcast_dropout",

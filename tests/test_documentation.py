@@ -104,6 +104,12 @@ def test_code_and_commands_of_the_guide_to_planning(capsys):
         assert "Take " in capsys.readouterr().out
 
 
+def test_code_of_the_guide_to_torchscale():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torchscale.md").read_text(), re.DOTALL)
+    result = run_code(block, PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_command_for_one_node_rings():
     text = (ROOT / "docs" / "scaling.md").read_text()
     (command,) = re.findall(r"train_lm\.py (--mesh seq=8 --dtype bfloat16(?:[^\n]*\\\n)*[^\n]*)", text)

@@ -7,10 +7,9 @@ import gigapath
 import h5py
 import numpy as np
 import pytest
+from gigapath_formula import inputs, parameters
 from safetensors.numpy import save_file
 from test_slide_encoder import CASES, RECORDED
-
-from benchmarks.peers.gigapath_formula import inputs, parameters
 
 CASE = "61 tiles"
 

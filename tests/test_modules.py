@@ -220,6 +220,29 @@ def test_rotary_embedding_is_the_rotate_half_convention():
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_an_embedding_of_positions_of_ones_own(library):
+    """It gets the global positions on a mesh, and knows queries from keys."""
+    seen = []
+
+    def embed(heads, positions, is_key):
+        seen.append((heads.shape, positions.shape, is_key))
+        return rotary_embedding(heads, positions, 100.0)
+
+    arguments = {**PATTERN, "num_kv_heads": 2}
+    expected = Functional(library, **arguments, rope_theta=100.0)
+    found = Functional(library, **arguments, position_embedding=embed)
+    x = inputs()
+    with jax.set_mesh(make_mesh(seq=4)):
+        results = [module.apply(module.params, x) for module in (expected, found)]
+    np.testing.assert_array_equal(*results)
+    shapes = {((2, LENGTH, 4, WIDTH // 4), (LENGTH,), False), ((2, LENGTH, 2, WIDTH // 4), (LENGTH,), True)}
+    assert set(seen) >= shapes
+    wrong = {**arguments, "position_embedding": lambda heads, *_: heads[..., :2]}
+    with pytest.raises(ValueError, match="let it keep the shape"):
+        Functional(library, **wrong).apply(found.params, x)
+
+
 def test_rotary_embedding_keeps_its_precision_at_a_million_tokens():
     array = jnp.ones((1, 1, 1, 64), jnp.float32)
     position = jnp.array([1_048_575], jnp.int32)
@@ -388,6 +411,7 @@ def test_the_slots_refuse_what_they_cannot_honour(unchecked):
         ({"num_kv_heads": 0}, "num_kv_heads=0 must divide num_heads=4"),
         ({"qkv_features": 20, "rope_theta": 100.0}, "a head has the odd width 5"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0 must be positive"),
+        ({"rope_theta": 100.0, "position_embedding": rotary_embedding}, "given beside position_embedding: give either"),
         ({"dropout_rate": 1.0}, "dropout_rate=1.0 must be in [0, 1)"),
         ({"heads": "grouped", "num_kv_heads": 1}, "heads='grouped' deals 1 key/value heads out over 2 branches"),
         ({"dilation_rates": (1, 32)}, "rate 32 above its segment length 16"),

@@ -11,7 +11,7 @@ from oracle import make_mesh, random_arguments
 
 from ringjax import Segments, Window, ring_dilated_attention
 
-# Made by `python -m benchmarks.peer_outputs`: what the layers of tiny models got and gave.
+# Made by `python -m benchmarks.peer_outputs layers`: what the layers of tiny models got and gave.
 RECORDED = np.load(Path(__file__).parent / "data" / "transformers_layers.npz")
 LAYERS = sorted({key.rpartition("/")[0] for key in RECORDED})
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gigapath_formula import CASES, inputs, parameters
+from longnet_layers import phantoms
 from oracle import make_mesh
-from slide_encoder import SlideEncoder, phantoms, segment_lengths_of
+from slide_encoder import SlideEncoder, segment_lengths_of
 
-from benchmarks.peers.gigapath_formula import CASES, inputs, parameters
-
-# Made by `python -m benchmarks.peer_outputs FOLDER`, of the original's own code in float64.
+# Made by `python -m benchmarks.peer_outputs gigapath FOLDER`, of the original's own code in float64.
 RECORDED = np.load(Path(__file__).parent / "data" / "gigapath_states.npz")
 SIZES = {"depth": 3, "width": 64, "in_chans": 24}
 
@@ -70,7 +70,7 @@ def test_wrong_checkpoints():
     arrays = parameters(**SIZES)
     for change, words in (
         ({"norm.bias": None}, "the checkpoint has no norm.bias"),
-        ({"head.weight": np.ones(3)}, "arrays that the encoder has not: head.weight"),
+        ({"head.weight": np.ones(3)}, "arrays that the model has not: head.weight"),
         (
             {"encoder.layers.1.ffn.fc2.bias": np.ones(7)},
             "encoder.layers.1.ffn.fc2.bias of the checkpoint has the shape (7,)",

@@ -1,56 +1,24 @@
 """What Prov-GigaPath's slide encoder computes, with weights from a formula, in float64.
 
-`python -m benchmarks.peer_outputs FOLDER` runs it on a checkout of github.com/prov-gigapath/prov-gigapath in FOLDER, in
+`python -m benchmarks.peer_outputs gigapath FOLDER` runs it on a checkout of github.com/prov-gigapath/prov-gigapath, in
 an environment that has torch, and keeps what it writes as data for the tests. Libraries that the encoder imports and
 this does not need are replaced by empty ones, and flash-attn by dense attention that returns its log-sum-exp.
 """
 
 import json
 import sys
-import types
 from typing import Any
 
 import numpy as np
 import torch
 from gigapath_formula import CASES, inputs, parameters
-
-
-def stand_in(name: str, **members: Any) -> None:
-    """Puts a module with these members where an import looks for it."""
-    module = types.ModuleType(name)
-    vars(module).update(members)
-    sys.modules[name] = module
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    bias: Any,
-    scale: Any,
-    is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dense attention [B, T, N, H] and its lse [B, N, T]."""
-    assert bias is None
-    assert scale is None
-    assert not is_causal
-    logits = torch.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
-    lse = torch.logsumexp(logits, dim=-1)
-    return torch.einsum("bnts,bsnh->btnh", torch.exp(logits - lse[..., None]), value), lse
+from stand_ins import attend, stand_in_for_libraries
 
 
 def load(folder: str) -> tuple[Any, Any]:
     """Imports the encoder and its configurations from a checkout."""
     np.set_printoptions(legacy="1.25")  # the encoder reads what NumPy prints of numbers
-    identity = lambda thing: thing
-    stand_in("timm")
-    stand_in("timm.models")
-    stand_in("timm.models.registry", register_model=identity)
-    stand_in("timm.models.layers", drop_path=lambda x, *_: x)  # it drops nothing in evaluation
-    stand_in("huggingface_hub")
-    stand_in("fairscale")
-    stand_in("fairscale.nn", checkpoint_wrapper=identity, wrap=identity)
+    stand_in_for_libraries()
     sys.path[:0] = [folder, f"{folder}/gigapath"]
     from gigapath import slide_encoder  # noqa: PLC0415  # of the checkout
     from torchscale.component import multihead_attention  # noqa: PLC0415

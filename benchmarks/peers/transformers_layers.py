@@ -1,6 +1,6 @@
 """What the attention layers of Mistral, Gemma 3 and gpt-oss compute in transformers, with random weights.
 
-`python -m benchmarks.peer_outputs` runs it in an environment that has torch and transformers, and keeps what it
+`python -m benchmarks.peer_outputs layers` runs it in an environment that has torch and transformers, and keeps what it
 writes as data for the tests. The whole of a tiny model runs, so that its own masks are used.
 """
 

@@ -1,0 +1,141 @@
+"""torchscale's LongNet: the original's states and outputs with the same weights, decoding, and wrong checkpoints."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from longnet_formula import (
+    CASES,
+    DILATION_RATES,
+    EVERY,
+    HEADS,
+    LENGTH,
+    SEGMENT_LENGTHS,
+    VOCABULARY,
+    WIDTH,
+    normalizes_before,
+    parameters,
+    tokens,
+)
+from longnet_layers import Arrangement, XPos
+from oracle import make_mesh
+from torchscale_longnet import LongNetDecoder, LongNetEncoder
+
+# Made by `python -m benchmarks.peer_outputs longnet FOLDER`, of the original's own code in float64.
+RECORDED = np.load(Path(__file__).parent / "data" / "longnet_states.npz")
+MODELS = {"encoder": LongNetEncoder, "decoder": LongNetDecoder}
+
+
+def load(kind, name, **options):
+    case = CASES[name]
+    arrangement = Arrangement(
+        normalizes_before(kind, case),
+        case.get("subln", True),
+        case.get("deepnorm", False),
+        case.get("activation_fn", "gelu"),
+    )
+    options = {
+        "num_heads": HEADS,
+        "segment_lengths": case.get("segment_length", SEGMENT_LENGTHS),
+        "dilation_rates": case.get("dilated_ratio", DILATION_RATES),
+        "scale_embedding": not case.get("no_scale_embedding", True),
+        "arrangement": arrangement,
+        **options,
+    }
+    if "xpos_scale_base" in case:
+        options["xpos_scale_base"] = case["xpos_scale_base"]
+    return MODELS[kind].from_torch(parameters(kind, case), **options)
+
+
+@nnx.jit(static_argnames=("decode", "prefill"))
+def call(model, *inputs, **options):
+    return model(*inputs, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_states_and_output_of_the_original(kind, name):
+    # One case on a mesh that does not divide the length, the others on one device.
+    mesh = make_mesh(seq=8) if name == "xpos" else None
+    states, output = call(load(kind, name, mesh=mesh), jnp.asarray(tokens()))
+    for found, what in ((states[:, :, ::EVERY], "states"), (output[:, ::EVERY], "output")):
+        expected = RECORDED[f"{kind}/{name}/{what}"]
+        assert np.abs(expected).max() > 1
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("no norms inside", 1), ("learned positions", 1), ("xpos", 8)])
+def test_prefill_and_decoding_equal_the_full_forward(name, devices):
+    inputs, prompt = jnp.asarray(tokens()), 40
+    with jax.set_mesh(make_mesh(seq=devices)):
+        model = load("decoder", name)
+        _, expected = call(model, inputs)
+        model.init_cache(2, LENGTH)
+        outputs = [call(model, inputs[:, :prompt], decode=True, prefill=True)[1]]
+        for begin, end in ((40, 41), (41, 50), (50, LENGTH)):
+            outputs.append(call(model, inputs[:, begin:end], decode=True)[1])
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=0, atol=2e-5)
+
+
+def test_tokens_that_are_not_there_change_nothing():
+    """Those beyond `num_tokens` of a padded batch."""
+    inputs, model = jnp.asarray(tokens()), load("encoder", "scaled")
+    whole = model(inputs, jnp.array([LENGTH, 47]))[1][1, :47]
+    np.testing.assert_allclose(whole, model(inputs[1:, :47])[1][0], rtol=0, atol=2e-5)
+
+
+def test_new_models():
+    """Weights of random numbers: of the size that the arrangement asks for, and with losses that fall."""
+    sizes = {"segment_lengths": (8, 64), "dilation_rates": (1, 2), "vocab_size": VOCABULARY}
+    kernels = {}
+    for deepnorm in (True, False):
+        arrangement = Arrangement(subln=False, deepnorm=deepnorm)
+        model = LongNetDecoder(3, WIDTH, HEADS, **sizes, arrangement=arrangement, rngs=nnx.Rngs(0))
+        kernels[deepnorm] = model.layers.up.kernel.get_value()
+    np.testing.assert_allclose(kernels[True], kernels[False] * 24**-0.25, rtol=1e-6)
+    model = LongNetDecoder(3, WIDTH, HEADS, **sizes, dropout_rate=0.1, drop_path_rate=0.1, remat=True, rngs=nnx.Rngs(0))
+    inputs = jnp.asarray(tokens())
+
+    @nnx.jit
+    def step(model, key):
+        def loss_of(model):
+            logits = jax.nn.log_softmax(model(inputs[:, :-1], key=key)[1])
+            return -jnp.take_along_axis(logits, inputs[:, 1:, None], axis=-1).mean()
+
+        loss, gradient = nnx.value_and_grad(loss_of)(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda param, grad: param - 0.5 * grad, params, gradient))
+        return loss
+
+    losses = [step(model, jax.random.key(number)) for number in range(8)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_wrong_checkpoints_and_inputs():
+    arrays = parameters("decoder", CASES["xpos"])
+    options = {"num_heads": HEADS, "segment_lengths": (8,), "dilation_rates": (1,)}
+    for change, words in (
+        ({"layers.1.ffn.fc2.bias": None}, "the checkpoint has no layers.1.ffn.fc2.bias"),
+        ({"layers.0.encoder_attn.q_proj.bias": np.ones(3)}, "arrays that the model has not: layers.0.encoder_attn"),
+        ({"layers.0.ffn.fc2.weight": np.ones((48, 32))}, "has the shape (48, 32), which cannot be made (48, 32)"),
+        ({"layers.0.ffn.fc1.weight": None}, "give the state_dict of a LongNet"),
+    ):
+        changed = {name: array for name, array in {**arrays, **change}.items() if array is not None}
+        with pytest.raises(ValueError, match=re.escape(words)):
+            LongNetDecoder.from_torch(changed, **options)
+    model = LongNetDecoder.from_torch(arrays, **options, xpos_scale_base=1)
+    most = XPos.MOST
+    with pytest.raises(ValueError, match=f"{most + 1} tokens are too many for xpos_scale_base=1"):
+        model.embed(jnp.zeros((1, most + 1), jnp.int32))
+    with pytest.raises(ValueError, match="tokens of int32 are given, but vocab_size=None: give embeddings"):
+        LongNetEncoder(1, 32, 4, segment_lengths=(8,), dilation_rates=(1,), rngs=nnx.Rngs(0)).embed(
+            jnp.zeros((1, 3), jnp.int32)
+        )
+    with pytest.raises(ValueError, match="deepnorm=True has no norms inside: make subln False"):
+        Arrangement(deepnorm=True)
+    with pytest.raises(ValueError, match="activation='tanh' is unknown: use one of 'gelu', 'relu', 'swish'"):
+        Arrangement(activation="tanh")
