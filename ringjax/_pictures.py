@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_MOST_COLUMNS = 3  # more would be too small to read
+
 
 def _pyplot() -> Any:
     try:
@@ -33,9 +35,13 @@ def plot_pattern(
     """Returns a picture of a pattern: see :meth:`ringjax.DilatedPattern.plot`."""
     plt = _pyplot()
     count = len(pattern.branches)
-    columns = count + (count > 1)
-    size = 3.2 * columns + 3.6, 4.2
-    figure, axes = plt.subplots(1, columns + 1, figsize=size, layout="constrained", squeeze=False)
+    panels = count + (count > 1) + 1
+    columns = min(panels, _MOST_COLUMNS)
+    rows = -(-panels // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.4 * columns, 4.4 * rows), layout="constrained", squeeze=False)
+    axes = grid.ravel()
+    for unused in axes[panels:]:
+        unused.axis("off")
     multiplicity = functools.partial(_multiplicity, length=length, num_kv_heads=num_kv_heads, is_causal=is_causal)
     schedules = [None] * count
     if num_devices is not None:
@@ -45,12 +51,12 @@ def plot_pattern(
         pairs = multiplicity(pattern, only=number)[head] if runs else np.zeros((length, length), np.int64)
         title = str(branch) if runs else f"{branch}\nnot of head {head}"
         schedule = schedules[number]
-        _draw_pairs(axes[0, number], pairs, count, f"{title}\n{_ways(schedule)}" if schedule else title, num_devices)
+        _draw_pairs(axes[number], pairs, count, f"{title}\n{_ways(schedule)}" if schedule else title, num_devices)
     total = multiplicity(pattern)
     if count > 1:
-        _draw_pairs(axes[0, count], total[head], count, f"all branches, {pattern.merge}", num_devices)
-    _draw_legend(axes[0, columns - 1], int(total[head].max()), count)
-    _draw_field(axes[0, columns], total, head)
+        _draw_pairs(axes[count], total[head], count, f"all branches, {pattern.merge}", num_devices)
+    _draw_legend(axes[panels - 2], int(total[head].max()), count)
+    _draw_field(axes[panels - 1], total, head)
     causal = "causal" if is_causal else "not causal"
     figure.suptitle(f"head {head} of {num_kv_heads}, {causal}, {length} tokens")
     return figure
@@ -78,7 +84,9 @@ def _draw_pairs(axes: "Axes", pairs: np.ndarray, most: int, title: str, num_devi
     """Draws how often each pair counts; a row is a query, a column a key."""
     axes.imshow(np.ma.masked_equal(pairs, 0), cmap="viridis_r", vmin=0, vmax=most, interpolation="nearest")
     axes.set_title(title, fontsize="medium")
-    axes.set(xlabel="key", ylabel="query", xticks=(), yticks=())
+    axes.set(xlabel="key", ylabel="query")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True, nbins=6)
     share = -(-len(pairs) // num_devices) if num_devices else len(pairs)
     for boundary in range(share, len(pairs), share):
         axes.axhline(boundary - 0.5, color="gray", linewidth=0.6)
@@ -91,7 +99,7 @@ def _draw_legend(axes: "Axes", largest: int, most: int) -> None:
     names = {count: f"counts {count} times" if count > 1 else "counts once" for count in range(1, largest + 1)}
     handles = [Patch(color=_color(count, most), label=name) for count, name in names.items()]
     handles.append(Patch(facecolor="white", edgecolor="gray", label="is not held"))
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small")
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
 
 
 def _draw_field(axes: "Axes", total: np.ndarray, head: int) -> None:

@@ -1,7 +1,11 @@
-"""The examples in docstrings and in the README run, and the README's commands are those that are tested."""
+"""The examples in docstrings and in the README run, its commands are those that are tested, its figures measured.
+
+The site's own examples run when it is built.
+"""
 
 import doctest
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -16,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
+import ringjax
 from ringjax import ring_dilated_attention
 from ringjax._command import main
 
@@ -52,18 +57,18 @@ def run_code(code, **variables):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_code_of_the_readme(index):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
-    assert len([line for line in blocks[index].splitlines() if line]) <= 15
-    result = run_code(blocks[index])
+@pytest.mark.parametrize("devices", ["1", "8"])
+def test_code_of_the_readme(devices):
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 15
+    result = run_code(block, JAX_NUM_CPU_DEVICES=devices)
     assert result.returncode == 0, result.stderr
-    assert index > 0 or ("(1, 3360, 64)" in result.stdout and "'seq'" in result.stdout)
+    assert "(1, 3360, 64)" in result.stdout
+    assert "'seq'" in result.stdout
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 90
 
 
 def test_commands_of_the_readme():
@@ -74,10 +79,34 @@ def test_commands_of_the_readme():
     assert tests in (ROOT / ".ci" / "run").read_text()
 
 
-def test_code_and_commands_of_the_guide_to_scaling():
+def test_figures_of_the_readme():
+    """They are those of the last measurements."""
+    results = ROOT / "benchmarks" / "results"
+    found = {}
+    for name in ("local_speed", "ring_speed"):
+        for row in json.loads((results / f"{name}.json").read_text())["rows"]:
+            figure = next(value for value in row.values() if isinstance(value, float))
+            found[row.get("case", row.get("claim")), row["direction"]] = f"{figure:.2g}"
+    rows = {
+        "one device, over the least loop": "causal, T=8192",
+        "ring of eight simulated devices": "ring over one device",
+        "the same ring": "ring over ringattention",
+    }
+    for text, name in rows.items():
+        (line,) = (line for line in README.splitlines() if line.startswith(f"| {text}"))
+        assert line.split(" | ")[1:] == [found[name, "forward"], f"{found[name, 'gradient']} |"]
+    assert f"ran {found['one device over torch', 'forward']} times as fast as torch" in README
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.md").read_text()
+    documented = re.findall(r"auto(?:function|class):: (?:ringjax\.)?([\w.]+)", text)
+    assert {*ringjax.__all__} - {"linen", "nn"} == {*documented} - {"linen.RingDilatedAttention"}
+    assert "linen.RingDilatedAttention" in documented
+
+
+def test_commands_of_the_guide_to_scaling():
     text = (ROOT / "docs" / "scaling.md").read_text()
-    result = run_code("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), JAX_NUM_CPU_DEVICES="8")
-    assert result.returncode == 0, result.stderr
     known = subprocess.run(
         [sys.executable, ROOT / "examples" / "train_lm.py", "--help"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -91,23 +120,13 @@ def test_code_and_commands_of_the_guide_to_scaling():
     assert all(flag in known for flag in flags)
 
 
-def test_code_and_commands_of_the_guide_to_planning(capsys):
+def test_commands_of_the_guide_to_planning(capsys):
     text = (ROOT / "docs" / "planning.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        result = run_code(block, JAX_NUM_CPU_DEVICES="8")
-        assert result.returncode == 0, result.stderr
-        assert "bound" in result.stdout
     commands = re.findall(r"ringjax (plan (?:[^\n]*\\\n)*[^\n]*)", text) + re.findall(r"`ringjax (plan [^`]*)`", README)
     assert len(commands) == 2
     for command in commands:
         assert main(command.replace("\\\n", " ").split()) == 0
         assert "Take " in capsys.readouterr().out
-
-
-def test_code_of_the_guide_to_torchscale():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torchscale.md").read_text(), re.DOTALL)
-    result = run_code(block, PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
-    assert result.returncode == 0, result.stderr
 
 
 def test_the_command_for_one_node_rings():

@@ -1,0 +1,65 @@
+"""How the site is built: `sphinx-build -W docs FOLDER`. Every cell runs, on eight simulated devices."""
+
+import json
+import os
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Of the kernels that run the cells: devices, the pictures of this folder and the examples, and no advice of libraries.
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "TF_CPP_MIN_LOG_LEVEL": "3"}
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "docs"), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+)
+sys.path.insert(0, str(ROOT))
+
+project = "ringjax"
+author = "The ringjax authors"
+copyright = author
+release = version_of("ringjax")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "pictures.py"]
+suppress_warnings = ["config.cache"]
+
+html_theme = "furo"
+html_title = "ringjax"
+html_theme_options = {
+    "source_repository": "https://github.com/ringjax/ringjax/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+
+myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_output_stderr = "remove"
+nb_merge_streams = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings say what each argument is
+autosummary_generate = True
+default_role = "code"
+napoleon_use_rtype = False
+
+
+def results() -> dict[str, dict[str, dict[str, str]]]:
+    """Returns the figures of the benchmarks: of each file, each row named by its texts, and each column."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        rows = found[path.stem] = {}
+        for row in json.loads(path.read_text())["rows"]:
+            name = ", ".join(value for value in row.values() if isinstance(value, str))
+            rows[name] = {key: _digits(value) for key, value in row.items() if isinstance(value, int | float)}
+    return found
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+# In a page: {{ ring_speed["ring over one device, forward"]["ratio of rates"] }}
+myst_substitutions = results()
