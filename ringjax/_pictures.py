@@ -82,11 +82,12 @@ def _color(count: int, most: int) -> Any:
 
 def _draw_pairs(axes: "Axes", pairs: np.ndarray, most: int, title: str, num_devices: int | None) -> None:
     """Draws how often each pair counts; a row is a query, a column a key."""
+    plt = _pyplot()
     axes.imshow(np.ma.masked_equal(pairs, 0), cmap="viridis_r", vmin=0, vmax=most, interpolation="nearest")
     axes.set_title(title, fontsize="medium")
     axes.set(xlabel="key", ylabel="query")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True, nbins=6)
+        axis.set_major_locator(plt.MaxNLocator(6, integer=True))
     share = -(-len(pairs) // num_devices) if num_devices else len(pairs)
     for boundary in range(share, len(pairs), share):
         axes.axhline(boundary - 0.5, color="gray", linewidth=0.6)
