@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec as P
@@ -13,6 +14,28 @@ from jax.sharding import PartitionSpec as P
 import ringjax
 
 NUM_BYTES = 256
+# A token is its byte, and numbers of the last 2, 3, 4 and 6 bytes, so that the model need not learn to look them up (as
+# in arXiv 2412.09871). Many of these share a number.
+NGRAMS = 2, 3, 4, 6
+NUM_BITS = 14
+NUM_OF_NGRAM = 2**NUM_BITS
+_WIDTH_OF_NGRAM = 32
+NUM_FEATURES = 1 + len(NGRAMS)
+
+
+def features(text: np.ndarray) -> np.ndarray:
+    """Returns the tokens [T, 5] of a text [T + 5] of bytes, of which the first five come before the first token."""
+    length, text = len(text) - max(NGRAMS) + 1, text.astype(np.uint64)
+    last = [text[len(text) - length - back : len(text) - back] for back in range(max(NGRAMS))]  # the byte so far back
+    numbers = [last[0]]
+    for count, size in enumerate(NGRAMS):
+        number = np.zeros(length, np.uint64)
+        for byte in reversed(last[:size]):
+            number = number * np.uint64(NUM_BYTES) + byte
+        # Multiplicative hashing: the upper bits of the product depend on all bytes.
+        number = number * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - NUM_BITS)
+        numbers.append(number + np.uint64(count * NUM_OF_NGRAM))
+    return np.stack(numbers, axis=-1).astype(np.int32)
 
 
 def sharded(
@@ -95,11 +118,20 @@ class ByteModel(nnx.Module):
     ):
         self.spec = spec
         initializer = sharded(("fsdp", "tensor"), None, initializer=nnx.initializers.normal(0.02))
-        self.embedding = nnx.Embed(
-            NUM_BYTES,
-            width,
+        table = functools.partial(
+            nnx.Embed,
             embedding_init=initializer,
             promote_dtype=promote_dtype if spec is None else promote_and_gather,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.embedding = table(NUM_BYTES, width)
+        self.ngrams = table(len(NGRAMS) * NUM_OF_NGRAM, _WIDTH_OF_NGRAM)
+        self.join = nnx.Linear(
+            len(NGRAMS) * _WIDTH_OF_NGRAM,
+            width,
+            use_bias=False,
+            kernel_init=sharded("fsdp", "tensor"),
             dtype=dtype,
             rngs=rngs,
         )
@@ -109,11 +141,13 @@ class ByteModel(nnx.Module):
         self.norm = nnx.RMSNorm(width, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
-        """Maps bytes [B, T] to the logits [B, T, 256] of the byte after each, in float32.
+        """Maps tokens [B, T, 5], see `features`, to the logits [B, T, 256] of the byte after each, in float32.
 
         The options are the attention's, such as `document_ids`, or `decode` and `prefill` after `init_cache`.
         """
-        hidden = lay(self.embedding(tokens), self.spec)  # [B, T, D]
+        ngrams = lay(self.ngrams(tokens[..., 1:]), self.spec)  # [B, T, n, W]
+        hidden = self.embedding(tokens[..., 0]) + self.join(ngrams.reshape(*ngrams.shape[:2], -1))  # [B, T, D]
+        hidden = lay(hidden, self.spec)
         for block in self.blocks:
             hidden = block(hidden, **options)
         return self.embedding.attend(self.norm(hidden)).astype(jnp.float32)  # [B, T, 256]

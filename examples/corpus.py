@@ -2,15 +2,18 @@
 
 import hashlib
 import sysconfig
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from byte_model import NGRAMS, features
 
 SEPARATOR = 0  # the byte before and after each document
 PADDING = -1
+_BEFORE = max(NGRAMS) - 1  # the bytes before a token that it depends on
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Corpus(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Packed documents [batch, length]: bytes, the bytes that follow them, and the documents' numbers."""
+    """Packed documents: tokens [batch, length, 5], the bytes that follow them, and the documents' numbers."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -109,25 +112,38 @@ def pack(rows: Rows, length: int, region: Region = (slice(None), slice(None))) -
     Only what lies in the region is read.
     """
     rows, (first, last, _) = rows[region[0]], region[1].indices(length)
-    fills = SEPARATOR, SEPARATOR, PADDING
-    batch = Batch(*(np.full((len(rows), last - first), fill, np.int32) for fill in fills))
+    shape = len(rows), last - first
+    nothing = features(np.full(_BEFORE + 1, SEPARATOR, np.uint8))[0]
+    inputs = np.tile(nothing, (*shape, 1))  # [batch, length, 5]
+    batch = Batch(inputs, np.full(shape, SEPARATOR, np.int32), np.full(shape, PADDING, np.int32))
     for row, documents in enumerate(rows):
         begin = 0  # of the document's tokens: the separator, then its bytes
         for number, document in enumerate(documents):
             stop = begin + document.size + 1
             low, high = max(begin, first), min(stop, last)
             if low < high:
-                # The byte before each of these tokens is its input's, the byte at it its target's.
-                around = np.full(high - low + 1, SEPARATOR, np.uint8)
-                known = slice(max(low - 1, begin), min(high, stop - 1))
-                around[known.start - (low - 1) : known.stop - (low - 1)] = document.read(
-                    known.start - begin, known.stop - begin
-                )
+                text = _text(document, low - begin - 1 - _BEFORE, high - begin)
                 here = slice(low - first, high - first)
-                batch.inputs[row, here], batch.targets[row, here] = around[:-1], around[1:]
+                batch.inputs[row, here], batch.targets[row, here] = features(text[:-1]), text[_BEFORE + 1 :]
                 batch.document_ids[row, here] = number
             begin = stop
     return batch
+
+
+def _text(document: Document, begin: int, stop: int) -> np.ndarray:
+    """Returns the bytes of a document from `begin` to `stop`, with separators where it has not begun or is over."""
+    text = np.full(stop - begin, SEPARATOR, np.uint8)
+    low, high = max(begin, 0), min(stop, document.size)
+    if low < high:
+        text[low - begin : high - begin] = document.read(low, high)
+    return text
+
+
+def zlib_bits(rows: Iterable[Rows]) -> float:
+    """Returns the bits per byte of zlib's best compression of each document by itself."""
+    documents = [document for batch in rows for row in batch for document in row]
+    sizes = [len(zlib.compress(document.read(0, document.size).tobytes(), 9)) for document in documents]
+    return 8 * sum(sizes) / sum(document.size for document in documents)
 
 
 def bigram_bits(documents: Documents, batches: Iterable[Batch]) -> float:
@@ -138,7 +154,7 @@ def bigram_bits(documents: Documents, batches: Iterable[Batch]) -> float:
         pairs += np.bincount(text[:-1] * 256 + text[1:], minlength=256 * 256)
     counts = pairs.reshape(256, 256) + 0.01
     bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
-    return float(np.concatenate([bits[b.inputs, b.targets][b.document_ids != PADDING] for b in batches]).mean())
+    return float(np.concatenate([bits[b.inputs[..., 0], b.targets][b.document_ids != PADDING] for b in batches]).mean())
 
 
 def _cut(text: Document, size: int) -> Documents:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -43,14 +44,15 @@ class Metrics:
         return [row | {"step": int(row["step"])} for row in rows]
 
 
-def plot(path: Path, rows: list[Row], bigram: float) -> None:
-    """Draws the loss curve beside the bigram model's."""
+def plot(path: Path, rows: list[Row], yardsticks: Mapping[str, float]) -> None:
+    """Draws the loss curve beside the held-out bits per byte of others."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     steps = [row["step"] for row in rows]
     axes.plot(steps, [row["bits_per_byte"] for row in rows], label="training", linewidth=1)
     held_out = [(row["step"], row["held_out_bits_per_byte"]) for row in rows]
     axes.plot(*zip(*[point for point in held_out if not math.isnan(point[1])], strict=True), "o-", label="held out")
-    axes.axhline(bigram, color="gray", linestyle="--", label="bigram table, held out")
+    for (name, bits), style in zip(yardsticks.items(), ("--", ":"), strict=True):
+        axes.axhline(bits, color="gray", linestyle=style, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -153,10 +153,10 @@ class SlideEncoder(nnx.Module):
 
     def _pool(self, states: Array, document_ids: Array) -> Float[Array, "B D"]:
         states = self.encoder.output(states)
-        if not self.global_pool:
-            return self.norm(states[:, 0])
-        is_tile = (document_ids >= 0) & (jnp.arange(states.shape[1]) > 0)
-        return self.norm(states.mean(axis=1, where=is_tile[..., None]))
+        position = jnp.arange(states.shape[1])
+        # As a mean also the first token alone: a mesh that cuts the tokens has no row to take.
+        is_pooled = (document_ids >= 0) & (position > 0 if self.global_pool else position == 0)
+        return self.norm(states.mean(axis=1, where=is_pooled[..., None]))
 
     @classmethod
     def from_torch(cls, state_dict: Mapping[str, Any], *, dtype: Any = None, **options: Any) -> "SlideEncoder":

@@ -24,9 +24,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from byte_model import ByteModel
+from byte_model import NGRAMS, ByteModel, features
 from checkpoints import Checkpoints, RunError
-from corpus import PADDING, SEPARATOR, Corpus, Rows, bigram_bits, evaluation_rows, load_corpus, pack, training_rows
+from corpus import (
+    PADDING,
+    SEPARATOR,
+    Corpus,
+    Rows,
+    bigram_bits,
+    evaluation_rows,
+    load_corpus,
+    pack,
+    training_rows,
+    zlib_bits,
+)
 from distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -47,13 +58,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mesh", type=parse_mesh, help="mesh axes, such as data=2,fsdp=2,seq=4; by default all devices, seq=8")
     add("--sequence-length", type=positive, default=8192, help="bytes in a sequence")
     add("--batch-size", type=positive, help="sequences in a step; by default one for each device along data and fsdp")
-    add("--steps", type=positive, default=300, help="steps of training")
+    add("--steps", type=positive, default=440, help="steps of training")
     add("--learning-rate", type=learning_rate, default=0.02, help="the peak; it warms up and then decays")
     add("--width", type=positive, default=128, help="width of the model")
-    add("--layers", type=positive, default=4, help="layers of the model")
-    add("--heads", type=positive, default=4, help="attention heads")
-    add("--segment-lengths", type=integers, default=(512, 2048, 8192), help="of the pattern's branches")
-    add("--dilation-rates", type=integers, default=(1, 2, 4), help="of the pattern's branches")
+    add("--layers", type=positive, default=3, help="layers of the model")
+    add("--heads", type=positive, default=8, help="attention heads")
+    add("--segment-lengths", type=integers, default=(256, 2048, 8192), help="of the pattern's branches")
+    add("--dilation-rates", type=integers, default=(1, 4, 8), help="of the pattern's branches")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
     add("--seed", type=int, default=0, help="of the parameters and the order of the data")
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
@@ -135,7 +146,10 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
     is_first = jax.process_index() == 0  # this process alone writes metrics; all write checkpoints
     with open_checkpoints(arguments, corpus) as checkpoints:
         # Before the first step, in which the others wait for this process, as they do not when they end.
-        bigram = bigram_bits(corpus.train, [pack(rows, shape[1]) for rows in held_out]) if is_first else math.nan
+        yardsticks = {}
+        if is_first:
+            yardsticks["bigram table"] = bigram_bits(corpus.train, [pack(rows, shape[1]) for rows in held_out])
+            yardsticks["zlib"] = zlib_bits(held_out)
         trainer = make_trainer(arguments, mesh)
         state = restore(checkpoints, trainer) if checkpoints.step else trainer.init()
         evaluate = make_evaluation(trainer, [load(rows) for rows in held_out])
@@ -169,15 +183,17 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
         checkpoints.wait()
     if metrics and (rows := metrics.read()):
-        plot(arguments.out / "loss.png", rows, bigram)
-        print(f"held-out bits per byte: bigram {bigram:.3f}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
+        plot(arguments.out / "loss.png", rows, yardsticks)
+        figures = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks.items())
+        print(f"held-out bits per byte: {figures}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
 
 
 def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array]:
     """Returns the arrays of a batch, of which each process reads only what its devices hold."""
     batch = pack(rows, shape[1], local_region(mesh, shape))
     sharding = NamedSharding(mesh, TOKENS)
-    return [jax.make_array_from_process_local_data(sharding, array, shape) for array in batch]
+    make = lambda array: jax.make_array_from_process_local_data(sharding, array, (*shape, *array.shape[2:]))
+    return [make(array) for array in batch]
 
 
 def make_evaluation(trainer: Trainer, batches: list[list[jax.Array]]) -> Callable[[State], float]:
@@ -206,7 +222,9 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
     with open_checkpoints(arguments) as checkpoints:
         trainer = make_trainer(arguments, mesh)
         params = restore(checkpoints, trainer).params
+    before = [SEPARATOR] * (max(NGRAMS) - 1)
     prompt = [SEPARATOR, *arguments.sample.encode()]
+    tokens_of = lambda text: jnp.asarray(features(np.array([*before, *text], np.uint8)))[None]  # [1, T, 5]
     model = nnx.merge(define_model(arguments), params)  # for single tokens, which no mesh cuts
     model.init_cache(1, len(prompt) + arguments.sample_bytes)
 
@@ -215,10 +233,10 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
         logits = model(tokens, decode=True, prefill=prefill)[0, -1] / 0.7
         return jax.random.categorical(jax.random.fold_in(jax.random.key(arguments.seed), position), logits)
 
-    sampled = [int(next_byte(model, jnp.array([prompt]), len(prompt), prefill=True))]
+    text = [*prompt, int(next_byte(model, tokens_of(prompt), len(prompt), prefill=True))]
     for position in range(len(prompt) + 1, len(prompt) + arguments.sample_bytes):
-        sampled.append(int(next_byte(model, jnp.array([sampled[-1:]]), position)))
-    return bytes([*prompt[1:], *sampled])
+        text.append(int(next_byte(model, tokens_of(text)[:, -1:], position)))
+    return bytes(text[1:])
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -70,7 +70,7 @@ def undisturbed(runs, shared_folder):
         if not folder.exists():
             ended = runs.run(folder)
             assert ended.code == 0, ended.stderr
-            assert "held-out bits per byte: bigram" in ended.stdout
+            assert "held-out bits per byte: bigram table" in ended.stdout
     return folder
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_model import ByteModel
+from byte_model import NGRAMS, ByteModel, features
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -155,7 +155,8 @@ def test_a_model_decodes_the_logits_of_its_full_forward(pattern, num_layers):
     pattern = {name: PATTERNS[pattern][name] for name in ("segment_lengths", "dilation_rates")}
     sizes = {"width": 16, "num_layers": num_layers, "num_heads": 2}
     model = ByteModel(**sizes, **pattern, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, 256, jnp.int32)
+    text = np.random.default_rng(1).integers(0, 256, (BATCH, LENGTH + max(NGRAMS) - 1))
+    tokens = jnp.asarray(np.stack(list(map(features, text))))  # [B, T, 5]
     expected = call(model, tokens)
     stack, shard = enter(AxisType.Auto)
     with stack:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gigapath_formula import CASES, inputs, parameters
+from jax.sharding import AxisType
 from longnet_layers import phantoms
 from oracle import make_mesh
 from slide_encoder import SlideEncoder, segment_lengths_of
@@ -33,11 +34,16 @@ def encode(encoder, name, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "dtype"),
-    [("61 tiles", 1, "float64"), ("197 tiles", 5, "float32"), ("1068 tiles", 8, "float32")],
+    ("name", "devices", "kind", "dtype"),
+    [
+        ("61 tiles", 1, None, "float64"),
+        ("61 tiles", 8, AxisType.Explicit, "float32"),
+        ("197 tiles", 5, AxisType.Auto, "float32"),
+        ("1068 tiles", 8, AxisType.Auto, "float32"),
+    ],
 )
-def test_states_and_output_of_the_original(name, devices, dtype):
-    mesh = make_mesh(seq=devices) if devices > 1 else None
+def test_states_and_output_of_the_original(name, devices, kind, dtype):
+    mesh = make_mesh(kind, seq=devices) if devices > 1 else None
     states, output = encode(load(name, jnp.dtype(dtype), mesh=mesh), name, dtype)
     expected = RECORDED[f"{name}/states"]
     assert np.abs(expected).max() > 8

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 import train_lm
-from corpus import Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows
+from byte_model import NGRAMS, NUM_FEATURES, NUM_OF_NGRAM, features
+from corpus import Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows, zlib_bits
 from distribution import parse_mesh
 from training import Tensors, first_not_finite
 
@@ -125,7 +126,7 @@ def test_the_help_shows_defaults(capsys):
         train_lm.main(["--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert "the peak; it warms up and then decays (default: 0.02)" in words
-    assert "of the pattern's branches (default: 512,2048,8192)" in words
+    assert "of the pattern's branches (default: 256,2048,8192)" in words
 
 
 def test_wrong_text_is_refused(refused, text, tmp_path, monkeypatch):
@@ -188,8 +189,10 @@ def test_documents_are_packed_whole(tmp_path):
     """Each between two separators, predicted from its first byte to the separator that ends it."""
     documents = documents_of(tmp_path, b"abc", b"d", b"efghij")
     batch = pack([documents[:2], documents[2:]], length=8)
-    assert bytes(batch.inputs[0].astype(np.uint8)) == b"\0abc\0d\0\0"
+    assert bytes(batch.inputs[0, :, 0].astype(np.uint8)) == b"\0abc\0d\0\0"
     assert bytes(batch.targets[0].astype(np.uint8)) == b"abc\0d\0\0\0"
+    # The numbers of the last bytes know nothing of other documents: at "d" they are those of a text of one byte.
+    np.testing.assert_array_equal(batch.inputs[0, 5], features(np.frombuffer(b"\0\0\0\0\0d", np.uint8))[0])
     assert batch.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, -1, -1], [0] * 7 + [-1]]
 
 
@@ -209,14 +212,15 @@ def test_a_region_is_packed_without_the_rest(tmp_path, monkeypatch):
                 part = pack(rows, 11, (rows_part, slice(begin, stop)))
                 for array, expected in zip(part, whole, strict=True):
                     np.testing.assert_array_equal(array, expected[rows_part, begin:stop])
-                assert sum(asked) <= (rows_part.stop - rows_part.start) * (stop - begin + 1)
+                # Of each of at most two documents the bytes before a token, and the next one.
+                assert sum(asked) <= (rows_part.stop - rows_part.start) * (stop - begin + 2 * max(NGRAMS))
 
 
 def test_batches_depend_on_the_step_alone(tmp_path):
     documents = documents_of(tmp_path, *(bytes([size]) * size for size in (3, 5, 7, 15)))
     draw = lambda step: pack(training_rows(documents, step, 0, (3, 16)), 16)
     one, again, other = map(draw, (5, 5, 6))
-    assert all(array.shape == (3, 16) for array in one)
+    assert [array.shape for array in one] == [(3, 16, NUM_FEATURES), (3, 16), (3, 16)]
     for array, same in zip(one, again, strict=True):
         np.testing.assert_array_equal(array, same)
     assert not np.array_equal(one.inputs, other.inputs)
@@ -229,6 +233,26 @@ def test_bigram_bits(tmp_path):
     documents = documents_of(tmp_path, bytes([1, 2, 1, 3] * 1000))  # after 1 comes 2 or 3, after those 1: half a bit
     bits = bigram_bits(documents, [pack([documents], length=4096)])
     assert abs(bits - 0.5) < 0.02
+
+
+def test_zlib_bits(tmp_path):
+    """Each document by itself: what both say is said twice."""
+    text = bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8))
+    assert 8 < zlib_bits([[documents_of(tmp_path, text, text)]]) < 8.2
+
+
+def test_the_numbers_of_the_last_bytes():
+    """The same after the same bytes, wherever they stand; in tables of their own; and rarely the same after others."""
+    text = np.frombuffer(b"\0\0\0\0\0say hello, say hello", np.uint8)
+    tokens = features(text)
+    assert tokens.shape == (len(text) - 5, 5)
+    np.testing.assert_array_equal(tokens[:, 0], text[5:])
+    np.testing.assert_array_equal(tokens[7:9], tokens[-2:])  # at the ends of "say hell" and "say hello"
+    assert (tokens[3:5, -1] != tokens[-6:-4, -1]).all()  # before "say he" is another byte
+    assert (tokens[:, 1:] // NUM_OF_NGRAM == np.arange(len(NGRAMS))).all()
+    pairs = np.stack(np.meshgrid(np.arange(64), np.arange(64)), axis=-1).reshape(-1, 2)
+    numbers = {int(features(np.array([0, 0, 0, 0, *pair], np.uint8))[0, 1]) for pair in pairs}
+    assert len(numbers) > 2000
 
 
 def test_the_first_tensor_that_is_not_finite_is_named():
