@@ -177,12 +177,12 @@ def test_a_training_step_gathers_parameters_alone(sizes):
     sizes = dict.fromkeys(("data", "fsdp", "seq", "tensor"), 1) | sizes
     mesh = make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4, devices=devices("h100", "1x4x8"))
     length = 8 * 8191  # a prime number on each device, so that a dimension of all tokens is nothing else
-    options = f"--sequence-length {length} --batch-size 4 --segment-lengths {length} --dilation-rates 1 --layers 1"
+    options = f"--sequence-length {length} --batch-size 12 --segment-lengths {length} --dilation-rates 1 --layers 1"
     text = compile_training_step(mesh, options + " --width 256 --dtype bfloat16", OVERLAP).as_text()
     permutes = loop_permutes(text)
     assert permutes
     assert all(permutes)
-    for size in (length, 4 * length):
+    for size in (length, 12 * length):
         assert not has_dimension(text, size)
     found = [gather for gather in gathers(text) if "optimizer" not in gather.name]
     assert found
