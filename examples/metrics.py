@@ -18,11 +18,16 @@ Row = dict[str, float]
 class Metrics:
     """The lines of a file, to which each step adds one: in memory they would grow with the run.
 
-    A run that was killed may have left lines of steps after its checkpoint, the last of them cut: these go.
+    A run that was killed may have left lines of steps after its checkpoint, the last of them cut: these go. With a
+    folder for TensorBoard it gets the same figures.
     """
 
-    def __init__(self, path: Path, steps: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, steps: int, tensorboard: Path | None = None) -> None:
+        self.path, self.writer = path, None
+        if tensorboard is not None:
+            from tensorboardX import SummaryWriter  # noqa: PLC0415  # which takes its time
+
+            self.writer = SummaryWriter(str(tensorboard), purge_step=steps + 1)
         rows = [row for row in self.read() if row["step"] <= steps] if steps else []
         whole = path.with_suffix(".new")
         with whole.open("w", newline="") as file:
@@ -35,6 +40,11 @@ class Metrics:
         """Adds the line of a step."""
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)  # pyright: ignore[reportArgumentType]
+        if self.writer is not None:
+            for name, value in row.items():
+                if name != "step" and not math.isnan(value):
+                    self.writer.add_scalar(name, value, int(row["step"]))
+            self.writer.flush()
 
     def read(self) -> list[Row]:
         """Returns the whole lines, those of a run that this one continues among them."""

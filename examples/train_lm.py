@@ -71,6 +71,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
     add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
     add("--profile", action="store_true", help="write a profile of three steps, from the third on, under --out")
+    add("--tensorboard", action="store_true", help="write the metrics for TensorBoard, too, under --out")
     add("--debug-nans", action="store_true", help="stop at the first tensor with a NaN or an infinity, and name it")
     add("--resume", type=positive, nargs="?", const=0, metavar="STEP", help="continue from the last checkpoint, or one")
     add("--sample", metavar="PROMPT", help="continue a prompt instead of training")
@@ -153,9 +154,11 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
         trainer = make_trainer(arguments, mesh)
         state = restore(checkpoints, trainer) if checkpoints.step else trainer.init()
         evaluate = make_evaluation(trainer, [load(rows) for rows in held_out])
-        metrics = Metrics(arguments.out / "metrics.csv", checkpoints.step) if is_first else None
+        board = arguments.out / "tensorboard" if arguments.tensorboard else None
+        metrics = Metrics(arguments.out / "metrics.csv", checkpoints.step, board) if is_first else None
         steps = range(checkpoints.step, arguments.steps)
-        for step in (progress := tqdm(steps, initial=steps.start, total=steps.stop, unit="step", disable=not is_first)):
+        bar = {"initial": steps.start, "total": steps.stop, "unit": "step", "disable": not is_first}
+        for step in (progress := tqdm(steps, desc="compiling", **bar)):
             if arguments.profile and step == steps.start + 2:  # the first compiles
                 jax.profiler.start_trace(arguments.out / "profile")
             begin = time.perf_counter()
@@ -180,6 +183,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
                 raise checkpoints.lost(f"the metrics could not be written: {error}", "make room") from error
             if is_due:
                 checkpoints.save(step + 1, state._asdict())
+            progress.set_description("training", refresh=False)
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
         checkpoints.wait()
     if metrics and (rows := metrics.read()):

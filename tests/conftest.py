@@ -68,7 +68,7 @@ def undisturbed(runs, shared_folder):
     folder = shared_folder / "undisturbed"
     with one_at_a_time(shared_folder):
         if not folder.exists():
-            ended = runs.run(folder)
+            ended = runs.run(folder, "--tensorboard")
             assert ended.code == 0, ended.stderr
             assert "held-out bits per byte: bigram table" in ended.stdout
     return folder

@@ -19,6 +19,8 @@ from benchmarks.training_runs import SMALL, losses
 def test_a_run_writes_all_that_it_promises(undisturbed):
     assert (undisturbed / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["10", "20"]
+    (events,) = (undisturbed / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"held_out_bits_per_byte") == 2
     curve = losses(undisturbed)
     assert len(curve) == 20
     assert curve[-5:].mean() < 0.75 * curve[0]
