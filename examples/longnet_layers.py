@@ -61,12 +61,13 @@ class XPos:
     """Rotary positions of which far ones weigh less (arXiv 2212.10554), in pairs of neighbours as torchscale has them.
 
     The weight of a pair falls with ``zeta ** (distance / scale_base)``, made of a factor of the query's position and
-    one of the key's. At `MOST` times `scale_base` tokens these come near the least and the largest float32.
+    one of the key's. Beyond `MOST` times `scale_base` tokens these, or their gradients, leave
+    float32.
     """
 
     scale_base: float = 512.0
 
-    MOST = 64
+    MOST = 32
 
     def __call__(
         self, heads: Float[Array, "*B T N H"], positions: Int[Array, "T"], is_key: bool
@@ -92,13 +93,19 @@ class Noise(NamedTuple):
 
 
 def thin(array: Float[Array, "B T D"], noise: Noise | None, part: int) -> Float[Array, "B T D"]:
-    """Drops what a part of a layer adds, and scales what is kept in proportion."""
+    """Drops what a part of a layer adds, and scales what is kept in proportion.
+
+    What is dropped of a token depends on its position, so not on how many tokens of padding follow.
+    """
     if noise is None:
         return array
-    for number, (rate, shape) in enumerate(((noise.rate, array.shape), (noise.path_rate, (array.shape[0], 1, 1)))):
-        kept = jax.random.bernoulli(jax.random.fold_in(noise.key, 2 * part + number), 1 - rate, shape)
-        array = jnp.where(kept, array / (1 - rate), 0).astype(array.dtype)
-    return array
+    of_numbers, of_path = jax.random.split(jax.random.fold_in(noise.key, part))
+    batch, length, width = array.shape
+    of_token = lambda position: jax.random.fold_in(of_numbers, position)
+    draw = lambda position: jax.random.bernoulli(of_token(position), 1 - noise.rate, (batch, width))
+    kept = jax.vmap(draw, out_axes=1)(jnp.arange(length))  # [B, T, D]
+    kept &= jax.random.bernoulli(of_path, 1 - noise.path_rate, (batch, 1, 1))
+    return jnp.where(kept, array / ((1 - noise.rate) * (1 - noise.path_rate)), 0).astype(array.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

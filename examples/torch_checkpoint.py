@@ -15,8 +15,15 @@ _KINDS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": 
 
 
 def to_numpy(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a checkpoint, of NumPy's or torch's."""
-    return {name: np.asarray(array) for name, array in state_dict.items()}
+    """Returns the arrays of a checkpoint, of NumPy's or torch's; bfloat16, which NumPy has not, as float32."""
+
+    def read(array: Any) -> np.ndarray:
+        if hasattr(array, "detach"):
+            array = array.detach()
+            array = array.float() if str(array.dtype) == "torch.bfloat16" else array
+        return np.asarray(array)
+
+    return {name: read(array) for name, array in state_dict.items()}
 
 
 def fill(model: Model, arrays: dict[str, np.ndarray], names: Mapping[str, str]) -> Model:

@@ -104,12 +104,20 @@ class LongNet(nnx.Module):
     ) -> None:
         if padding not in ("torchscale", "none"):
             raise ValueError(f"padding={padding!r} is unknown: use 'torchscale' or 'none'")
+        for name, rate in (("dropout_rate", dropout_rate), ("drop_path_rate", drop_path_rate)):
+            if not 0 <= rate < 1:
+                raise ValueError(f"{name}={rate} must be at least 0 and less than 1")
+        if xpos_scale_base is not None and width // num_heads % 2:
+            raise ValueError(f"xPos turns pairs, but a head of {num_heads} has the odd width {width // num_heads}")
+        if xpos_scale_base is not None and jnp.dtype(dtype or param_dtype) == jnp.float16:
+            raise ValueError("dtype=float16 has no room for the factors of xPos: use bfloat16 or float32")
         if vocab_size is None and (project or tie):
             raise ValueError("project or tie is True, but vocab_size=None: give it, or leave them out")
         self.width, self.num_heads, self.mesh, self.padding, self.remat = width, num_heads, mesh, padding, remat
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self.dropout_rate, self.path_rates = dropout_rate, tuple(np.linspace(0, drop_path_rate, num_layers).tolist())
-        self.scale, self.tie = width**0.5 if scale_embedding else 1.0, tie
+        self.scale, self.tie, self.num_positions = width**0.5 if scale_embedding else 1.0, tie, num_positions
+        self.dtype = jnp.dtype(dtype or param_dtype)  # of the states
         self.xpos = None if xpos_scale_base is None else XPos(xpos_scale_base)
         attention = {
             "num_heads": num_heads,
@@ -125,7 +133,8 @@ class LongNet(nnx.Module):
         types = {"dtype": dtype, "param_dtype": param_dtype}
         norm = lambda has: nnx.LayerNorm(width, epsilon=1e-5, **types, rngs=rngs) if has else nnx.data(None)
         table = lambda size: nnx.Embed(size, width, **types, rngs=rngs) if size else nnx.data(None)
-        self.embedding, self.positions = table(vocab_size), table(num_positions and num_positions + _FIRST_POSITION)
+        self.embedding = table(vocab_size)
+        self.positions = table(num_positions + _FIRST_POSITION if num_positions else None)
         self.embedding_norm = norm(normalize_embedding)
         shared = {"arrangement": arrangement, "attention": attention, "types": types}
         self.layers = make_layers(num_layers, rngs, width=width, ffn_width=ffn_width or 4 * width, **shared)
@@ -135,18 +144,19 @@ class LongNet(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"], first: Any = 0) -> Float[Array, "B T D"]:
         """Returns the states before the first layer, of tokens or embeddings; `first` is the first one's position."""
+        tokens = jnp.asarray(tokens)
         self.check_length(tokens.shape[1])
         if jnp.issubdtype(tokens.dtype, jnp.integer):
             if self.embedding is None:
                 raise ValueError(f"tokens of {tokens.dtype} are given, but vocab_size=None: give embeddings")
             tokens = self.embedding(tokens)  # [B, T, D]
-        states = self.scale * tokens
+        states = self.scale * tokens.astype(self.dtype)
         if self.positions is not None:
             states += self.positions(_FIRST_POSITION + first + jnp.arange(states.shape[1]))
         return states if self.embedding_norm is None else self.embedding_norm(states)
 
     def check_length(self, length: int) -> None:
-        """Checks that xPos can embed the positions of so many tokens.
+        """Checks that there are positions for so many tokens.
 
         Raises:
           ValueError: if there are too many.
@@ -156,6 +166,8 @@ class LongNet(nnx.Module):
                 f"{length} tokens are too many for xpos_scale_base={self.xpos.scale_base}, whose factors leave float32 "
                 f"beyond {XPos.MOST} times as many: give fewer"
             )
+        if self.num_positions and length > self.num_positions:
+            raise ValueError(f"{length} tokens are too many for num_positions={self.num_positions}: give fewer")
 
     def run(
         self, states: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, key: Array | None = None
@@ -166,15 +178,16 @@ class LongNet(nnx.Module):
           The last states, all states, and documents: 0 for the tokens that there are, and -1.
         """
         length = states.shape[1]
+        lengths = None if lengths is None else jnp.asarray(lengths)
         document_ids = None if lengths is None else jnp.where(jnp.arange(length) < lengths[:, None], 0, -1)
         states, document_ids = ringjax.pad_to_mesh(states, document_ids, mesh=self.mesh)
         # Fused kernels serve more of what has no documents: where nothing is padded, none are needed.
         is_padded = lengths is not None or states.shape[1] > length
         options = {"document_ids": document_ids if is_padded else None}
         options["sinks"] = self.sinks_of(states.shape[1], length if lengths is None else lengths)
-        return *self.run_layers(states, key, **options), document_ids
+        return *self.apply_layers(states, key, **options), document_ids
 
-    def run_layers(
+    def apply_layers(
         self, states: Array, key: Array | None, **options: Any
     ) -> tuple[Float[Array, "B T D"], Float[Array, "layers+1 B T D"]]:
         """Returns the last states and all states; the options are the attention's."""
@@ -205,7 +218,7 @@ class LongNet(nnx.Module):
         Args:
           state_dict: NumPy arrays or torch tensors, by torchscale's own names.
           arrangement: what lies between attention and networks; by default norms before, and SubLN if there are its
-            norms.
+            norms. To be said where there is no norm of the output.
           **options: what a checkpoint does not say: `num_heads`, `segment_lengths`, `dilation_rates`, and where it is
             another than by default `scale_embedding`, `xpos_scale_base`, `padding`, `dtype`.
 
@@ -214,8 +227,16 @@ class LongNet(nnx.Module):
         """
         arrays = to_numpy(state_dict)
         sizes = sizes_of(arrays)
-        subln = "layers.0.self_attn.inner_attn_ln.weight" in arrays
-        options = {**sizes, "arrangement": arrangement or Arrangement(subln=subln), **options}
+        if arrangement is None:
+            if not sizes["normalize_output"]:
+                raise ValueError(
+                    "the checkpoint has no layer_norm.weight: say in arrangement whether norms come before or after"
+                )
+            arrangement = Arrangement(subln="layers.0.self_attn.inner_attn_ln.weight" in arrays)
+        num_heads = sizes.get("num_heads", options.get("num_heads"))
+        if num_heads != options.get("num_heads", num_heads):
+            raise ValueError(f"num_heads={options['num_heads']}, but xPos of the checkpoint is for {num_heads}: say so")
+        options = {**sizes, "arrangement": arrangement, **options}
         return fill(nnx.eval_shape(lambda: cls(**options, rngs=nnx.Rngs(0))), arrays, NAMES)
 
 
@@ -232,6 +253,7 @@ def sizes_of(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     sizes = {"num_layers": len(layers), "width": width, "ffn_width": ffn_width}
     if buffers := [name for name in arrays if name.endswith(".xpos.scale")]:
         sizes["xpos_scale_base"] = XPos().scale_base
+        sizes["num_heads"] = width // (2 * len(arrays[buffers[0]]))
         for name in buffers:
             del arrays[name]
     embeddings, projection = (arrays.get(f"{name}.weight") for name in ("embed_tokens", "output_projection"))
@@ -301,11 +323,15 @@ class LongNetDecoder(LongNet):
           logits of the next tokens.
         """
         if not decode:
+            if prefill:
+                raise ValueError("prefill=True, but decode=False leaves the cache as it is: make decode True")
             last, every, _ = self.run(self.embed(tokens), None, key)
             return ringjax.unpad(every, tokens.shape[1]), ringjax.unpad(self.output(last), tokens.shape[1])
+        if key is not None:
+            raise ValueError("key is given, but decode=True drops nothing: leave it out")
         index = self.layers.attention.cache_index
         states = self.embed(tokens, 0 if prefill or index is None else index.get_value()[0])
-        last, every = self.run_layers(states, None, decode=True, prefill=prefill)
+        last, every = self.apply_layers(states, None, decode=True, prefill=prefill)
         return every, self.output(last)
 
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = jnp.float32) -> None:

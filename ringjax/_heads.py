@@ -167,8 +167,9 @@ class Settings:
         if self.position_embedding is None:
             return array
         embedded = self.position_embedding(array, positions(), is_key)
-        if embedded.shape != array.shape:
-            raise ValueError(f"position_embedding made {embedded.shape} of {array.shape}: let it keep the shape")
+        shape = getattr(embedded, "shape", type(embedded).__name__)
+        if shape != array.shape:
+            raise ValueError(f"position_embedding made {shape} of {array.shape}: let it return heads of that shape")
         return embedded.astype(array.dtype)
 
     def make_cache(self, batch: tuple[int, ...], max_length: int, dtype: Any, spec: P | None = None) -> Cache:
@@ -220,6 +221,16 @@ class Settings:
         placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)
         weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap, precision=self.precision)
         return Decoder(self.pattern, self.num_kv_heads, weighting, placement)
+
+
+def check_prefill(prefill: bool, decode: bool) -> None:
+    """Checks that a call which fills a cache decodes.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    if prefill and not decode:
+        raise ValueError("prefill=True, but decode=False leaves the cache as it is: make decode True")
 
 
 def check_decoding(document_ids: Any, query_offset: Any, is_self_attention: bool, draws_dropout: bool) -> None:

@@ -25,7 +25,8 @@ def add_sinks(
     difference = jnp.where(is_empty, 0, lse) - sinks
     share = jnp.where(is_empty, 0, jax.nn.sigmoid(difference))
     total = jnp.where(is_empty, 0, lse) + jax.nn.softplus(-difference)
-    return (out * share[..., None]).astype(out.dtype), jnp.where(is_empty, sinks, total)
+    # The sink of an empty row is minus its difference, which lies on a mesh as the lse does.
+    return (out * share[..., None]).astype(out.dtype), jnp.where(is_empty, -difference, total)
 
 
 def read_sinks(sinks: Any, query: Any) -> Array | None:

@@ -17,6 +17,7 @@ from ringjax._heads import (
     Settings,
     check_decoding,
     check_flax_arguments,
+    check_prefill,
     normalize_inner,
     output_sharding,
 )
@@ -50,7 +51,8 @@ class RingDilatedAttention(linen.Module):
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
-        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads.
+        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads. It has no
+        parameters: those of a module would not be trained.
       normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
         Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
@@ -155,6 +157,7 @@ class RingDilatedAttention(linen.Module):
         from instead of the stream "dropout".
         """
         check_flax_arguments(mask, sow_weights)
+        check_prefill(prefill, self.decode)
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")

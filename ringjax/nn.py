@@ -16,6 +16,7 @@ from ringjax._heads import (
     Settings,
     check_decoding,
     check_flax_arguments,
+    check_prefill,
     normalize_inner,
     output_sharding,
 )
@@ -49,7 +50,8 @@ class RingDilatedAttention(nnx.Module):
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
-        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads.
+        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads. It has no
+        parameters: those of a module would not be trained.
       normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
         Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
@@ -139,6 +141,8 @@ class RingDilatedAttention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ) -> None:
+        if isinstance(position_embedding, nnx.Module):
+            raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -265,16 +269,18 @@ class RingDilatedAttention(nnx.Module):
 
         Raises:
           ValueError: if it is not said whether to drop, if there is no cache to decode with or it is known to be full,
-            or for arguments that mean nothing in decoding.
+            for arguments that mean nothing in decoding, or for `prefill` without it.
         """
         check_flax_arguments(mask, sow_weights)
+        decode = self.decode if decode is None else decode
+        check_prefill(prefill, decode)
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         heads = self._project(inputs_q, inputs_k, inputs_v)  # [..., T, N, H], [..., S, K, H]
         sinks = self._sinks if sinks is None else sinks
         seed = self._dropout_seed(deterministic, rngs)
-        if self.decode if decode is None else decode:
+        if decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
             attended = self._decode(*heads, sinks=sinks, prefill=prefill)
         else:

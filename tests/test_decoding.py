@@ -265,6 +265,7 @@ def test_a_full_cache():
         ({}, {"query_offset": 3}, "query_offset=3, but decode=True knows the position"),
         ({}, {"inputs_k": jnp.ones((BATCH, 1, WIDTH))}, "inputs_k or inputs_v is given, but decode=True"),
         ({"dropout_rate": 0.1}, {"deterministic": False}, "deterministic=False, but decode=True draws no dropout"),
+        ({}, {"prefill": True, "decode": False}, "prefill=True, but decode=False leaves the cache as it is"),
     ],
 )
 def test_what_means_nothing_in_decoding_is_refused(arguments, options, words):

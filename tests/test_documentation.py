@@ -64,7 +64,7 @@ def test_code_of_the_readme(devices):
     result = run_code(block, JAX_NUM_CPU_DEVICES=devices)
     assert result.returncode == 0, result.stderr
     assert "(1, 3360, 64)" in result.stdout
-    assert "'seq'" in result.stdout
+    assert devices == "1" or "'seq'" in result.stdout
 
 
 def test_the_readme_is_short():
@@ -88,7 +88,7 @@ def test_figures_of_the_readme():
             figure = next(value for value in row.values() if isinstance(value, float))
             found[row.get("case", row.get("claim")), row["direction"]] = f"{figure:.2g}"
     rows = {
-        "one device, over the least loop": "causal, T=8192",
+        "one device, to the least loop": "causal, T=8192",
         "ring of eight simulated devices": "ring over one device",
         "the same ring": "ring over ringattention",
     }

@@ -239,7 +239,7 @@ def test_an_embedding_of_positions_of_ones_own(library):
     shapes = {((2, LENGTH, 4, WIDTH // 4), (LENGTH,), False), ((2, LENGTH, 2, WIDTH // 4), (LENGTH,), True)}
     assert set(seen) >= shapes
     wrong = {**arguments, "position_embedding": lambda heads, *_: heads[..., :2]}
-    with pytest.raises(ValueError, match="let it keep the shape"):
+    with pytest.raises(ValueError, match="let it return heads of that shape"):
         Functional(library, **wrong).apply(found.params, x)
 
 

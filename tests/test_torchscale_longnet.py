@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from longnet_formula import (
     CASES,
     DILATION_RATES,
@@ -83,9 +84,30 @@ def test_prefill_and_decoding_equal_the_full_forward(name, devices):
 
 def test_tokens_that_are_not_there_change_nothing():
     """Those beyond `num_tokens` of a padded batch."""
-    inputs, model = jnp.asarray(tokens()), load("encoder", "scaled")
-    whole = model(inputs, jnp.array([LENGTH, 47]))[1][1, :47]
-    np.testing.assert_allclose(whole, model(inputs[1:, :47])[1][0], rtol=0, atol=2e-5)
+    inputs = jnp.asarray(tokens())
+    expected = call(load("encoder", "scaled"), inputs[1:, :47])[1][0]
+    for kind, devices in ((AxisType.Auto, 1), (AxisType.Explicit, 8)):
+        with jax.set_mesh(make_mesh(kind, seq=devices)):
+            whole = jax.device_get(call(load("encoder", "scaled"), inputs, jnp.array([LENGTH, 47]))[1])
+        np.testing.assert_allclose(whole[1, :47], expected, rtol=0, atol=2e-5)
+
+
+def test_what_is_dropped_does_not_depend_on_the_mesh():
+    """Whose padding makes sequences longer."""
+    inputs, key = jnp.asarray(tokens()), jax.random.key(3)
+    model = load("encoder", "as it is", dropout_rate=0.2, drop_path_rate=0.3)
+    alone = call(model, inputs, key=key)[1]
+    assert np.abs(alone - call(model, inputs)[1]).max() > 0.1
+    with jax.set_mesh(make_mesh(seq=8)):
+        np.testing.assert_allclose(call(model, inputs, key=key)[1], alone, rtol=0, atol=2e-5)
+
+
+def test_dtypes():
+    sizes = {"segment_lengths": (8, 64), "dilation_rates": (1, 2), "rngs": nnx.Rngs(0)}
+    for given, own in ((jnp.bfloat16, None), (jnp.float32, jnp.bfloat16)):
+        model = LongNetEncoder(2, WIDTH, HEADS, arrangement=Arrangement(False, False), dtype=own, **sizes)
+        states, output = call(model, jnp.ones((1, LENGTH, WIDTH), given))
+        assert states.dtype == output.dtype == (own or jnp.float32)
 
 
 def test_new_models():
@@ -135,6 +157,17 @@ def test_wrong_checkpoints_and_inputs():
         LongNetEncoder(1, 32, 4, segment_lengths=(8,), dilation_rates=(1,), rngs=nnx.Rngs(0)).embed(
             jnp.zeros((1, 3), jnp.int32)
         )
+    learned = load("decoder", "learned positions")
+    with pytest.raises(ValueError, match="63 tokens are too many for num_positions=62"):
+        learned.init_cache(1, 63)
+    with pytest.raises(ValueError, match="prefill=True, but decode=False leaves the cache as it is"):
+        learned(jnp.zeros((1, 3), jnp.int32), prefill=True)
+    with pytest.raises(ValueError, match="num_heads=2, but xPos of the checkpoint is for 4"):
+        LongNetDecoder.from_torch(arrays, **{**options, "num_heads": 2})
+    with pytest.raises(ValueError, match="the checkpoint has no layer_norm.weight: say in arrangement"):
+        LongNetDecoder.from_torch(parameters("decoder", CASES["norms after"]), **options)
+    with pytest.raises(ValueError, match="drop_path_rate=1.0 must be at least 0 and less than 1"):
+        LongNetDecoder(1, 32, 4, segment_lengths=(8,), dilation_rates=(1,), drop_path_rate=1.0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="deepnorm=True has no norms inside: make subln False"):
         Arrangement(deepnorm=True)
     with pytest.raises(ValueError, match="activation='tanh' is unknown: use one of 'gelu', 'relu', 'swish'"):
