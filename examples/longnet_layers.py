@@ -61,8 +61,7 @@ class XPos:
     """Rotary positions of which far ones weigh less (arXiv 2212.10554), in pairs of neighbours as torchscale has them.
 
     The weight of a pair falls with ``zeta ** (distance / scale_base)``, made of a factor of the query's position and
-    one of the key's. Beyond `MOST` times `scale_base` tokens these, or their gradients, leave
-    float32.
+    one of the key's. Beyond `MOST` times `scale_base` tokens these or their gradients leave float32.
     """
 
     scale_base: float = 512.0
@@ -92,7 +91,7 @@ class Noise(NamedTuple):
     path_rate: Any
 
 
-def thin(array: Float[Array, "B T D"], noise: Noise | None, part: int) -> Float[Array, "B T D"]:
+def drop(array: Float[Array, "B T D"], noise: Noise | None, part: int) -> Float[Array, "B T D"]:
     """Drops what a part of a layer adds, and scales what is kept in proportion.
 
     What is dropped of a token depends on its position, so not on how many tokens of padding follow.
@@ -175,8 +174,8 @@ class Layer(nnx.Module):
         before = self.arrangement.normalize_before
         parts = (self.attention_norm, functools.partial(self.attention, **options)), (self.norm, self._network)
         for number, (norm, part) in enumerate(parts):
-            added = thin(part(norm(states) if before else states), noise, number)
-            states = (states if self.weight == 1 else self.weight * states) + added
+            added = drop(part(norm(states) if before else states), noise, number)
+            states = self.weight * states + added
             states = states if before else norm(states)
         return states
 
@@ -216,7 +215,7 @@ def run_layers(
     keys = None
     if key is not None:
         first, *rest = jax.random.split(key, len(path_rates) + 1)
-        states, keys = thin(states, Noise(first, dropout_rate, 0.0), 0), jnp.stack(rest)
+        states, keys = drop(states, Noise(first, dropout_rate, 0.0), 0), jnp.stack(rest)
 
     @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0), out_axes=(nnx.Carry, 0))
     def run(states: Array, layer: Layer, key: Any, path_rate: Array) -> tuple[Array, Array]:

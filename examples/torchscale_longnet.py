@@ -116,7 +116,8 @@ class LongNet(nnx.Module):
         self.width, self.num_heads, self.mesh, self.padding, self.remat = width, num_heads, mesh, padding, remat
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self.dropout_rate, self.path_rates = dropout_rate, tuple(np.linspace(0, drop_path_rate, num_layers).tolist())
-        self.scale, self.tie, self.num_positions = width**0.5 if scale_embedding else 1.0, tie, num_positions
+        self.scale, self.num_positions = width**0.5 if scale_embedding else 1.0, num_positions
+        self.tie = tie and project is not False
         self.dtype = jnp.dtype(dtype or param_dtype)  # of the states
         self.xpos = None if xpos_scale_base is None else XPos(xpos_scale_base)
         attention = {
@@ -219,8 +220,8 @@ class LongNet(nnx.Module):
           state_dict: NumPy arrays or torch tensors, by torchscale's own names.
           arrangement: what lies between attention and networks; by default norms before, and SubLN if there are its
             norms. To be said where there is no norm of the output.
-          **options: what a checkpoint does not say: `num_heads`, `segment_lengths`, `dilation_rates`, and where it is
-            another than by default `scale_embedding`, `xpos_scale_base`, `padding`, `dtype`.
+          **options: what a checkpoint does not say: `segment_lengths`, `dilation_rates`, `num_heads` where there is no
+            xPos, and where it is another than by default `scale_embedding`, `xpos_scale_base`, `padding`, `dtype`.
 
         Raises:
           ValueError: for a name that is missing or unknown, or an array of another shape, by its name.
@@ -233,9 +234,11 @@ class LongNet(nnx.Module):
                     "the checkpoint has no layer_norm.weight: say in arrangement whether norms come before or after"
                 )
             arrangement = Arrangement(subln="layers.0.self_attn.inner_attn_ln.weight" in arrays)
-        num_heads = sizes.get("num_heads", options.get("num_heads"))
-        if num_heads != options.get("num_heads", num_heads):
-            raise ValueError(f"num_heads={options['num_heads']}, but xPos of the checkpoint is for {num_heads}: say so")
+        of_xpos = sizes.get("num_heads")
+        if of_xpos and options.get("num_heads", of_xpos) != of_xpos:
+            raise ValueError(
+                f"num_heads={options['num_heads']}, but xPos of the checkpoint is for {of_xpos}: give these"
+            )
         options = {**sizes, "arrangement": arrangement, **options}
         return fill(nnx.eval_shape(lambda: cls(**options, rngs=nnx.Rngs(0))), arrays, NAMES)
 

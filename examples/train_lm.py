@@ -239,7 +239,7 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
 
     text = [*prompt, int(next_byte(model, tokens_of(prompt), len(prompt), prefill=True))]
     for position in range(len(prompt) + 1, len(prompt) + arguments.sample_bytes):
-        text.append(int(next_byte(model, tokens_of(text)[:, -1:], position)))
+        text.append(int(next_byte(model, tokens_of(text[-max(NGRAMS) :])[:, -1:], position)))
     return bytes(text[1:])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from finetune import Classifier, Settings, pad, padded_length, rate_scales
 from flax import nnx
-from longnet_layers import Noise, thin
+from longnet_layers import Noise, drop
 from oracle import make_mesh
 from slide_encoder import SlideEncoder
 from slides import Slide
@@ -56,11 +56,11 @@ def test_padding_changes_nothing():
 def test_noise_is_dropped_in_proportion():
     """Numbers at one rate, all that is added to a sequence at another; and nothing at rates of zero."""
     array, keys = jnp.ones((2, 61, 16)), jax.random.split(jax.random.key(0), 400)
-    thinned = np.asarray(jax.vmap(lambda key: thin(array, Noise(key, 0.3, 0.5), 1))(keys))
+    dropped = np.asarray(jax.vmap(lambda key: drop(array, Noise(key, 0.3, 0.5), 1))(keys))
     share = 0.7 * 0.5
-    assert set(np.unique(thinned.round(5))) == {0, round(1 / share, 5)}
-    np.testing.assert_allclose(thinned.mean(axis=0), array, atol=6 * np.sqrt((1 - share) / share / 400))
-    assert abs((thinned == 0).all(axis=(2, 3)).mean() - 0.5) < 6 * np.sqrt(0.25 / 800)
+    assert set(np.unique(dropped.round(5))) == {0, round(1 / share, 5)}
+    np.testing.assert_allclose(dropped.mean(axis=0), array, atol=6 * np.sqrt((1 - share) / share / 400))
+    assert abs((dropped == 0).all(axis=(2, 3)).mean() - 0.5) < 6 * np.sqrt(0.25 / 800)
     encoder, arrays = make_encoder(), pad(make_slides()[0])
     np.testing.assert_array_equal(encoder(*arrays, key=keys[0])[0], encoder(*arrays)[0])
 

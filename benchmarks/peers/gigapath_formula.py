@@ -11,6 +11,7 @@ CASES: dict[str, dict[str, Any]] = {
     "61 tiles": {**_SIZES, "length": 61, "every": 2},
     "197 tiles": {**_SIZES, "length": 197, "segment_lengths": [16, 34, 64, 152, 400], "global_pool": True, "every": 5},
     "1068 tiles": {**_SIZES, "length": 1068, "depth": 2, "every": 30},
+    "10000 tiles": {**_SIZES, "length": 10_000, "depth": 2, "every": 200},
 }
 
 
