@@ -1,6 +1,7 @@
 """The command line: `ringjax plan`."""
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from ringjax._pattern import DilatedPattern
 from ringjax._planner import FEATURES, Comparison, plan
 
 _UNITS = {"k": 2**10, "m": 2**20}
+# What an argument of `plan` is called here, where that is not its own name with dashes.
+_FLAGS = {"num_tokens": "tokens", "num_heads": "heads", "num_kv_heads": "kv-heads"}
 
 
 def count_of(text: str) -> int:
@@ -106,9 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print_plan(options)
     except (TypeError, ValueError) as error:
-        print(f"ringjax plan: {error}", file=sys.stderr)
+        print(f"ringjax plan: {_in_flags(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+def _in_flags(message: str) -> str:
+    """Names the options of the command in place of the arguments of `plan`, such as --batch-size 3 of batch_size=3."""
+    return re.sub(r"\b([a-z]\w*)=", lambda found: f"--{_FLAGS.get(found[1], found[1].replace('_', '-'))} ", message)
 
 
 def print_plan(options: argparse.Namespace) -> None:

@@ -109,9 +109,13 @@ def test_the_command(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["device"] == "mine"
     assert all(name in picture.read_text() for name in ("all_gather", "tokens", "devices"))
     figures.write_text("{}")
-    for wrong, words in (("Q100", "is unknown"), (str(figures), "is no file of figures"), ("H100", "")):
-        options = ["--exchange-size", "3"] if wrong == "H100" else []
-        assert main(["plan", "--device", wrong, *options]) == 2
+    for wrong, words in (
+        ("--device Q100", "--device 'Q100' is unknown"),
+        (f"--device {figures}", "is no file of figures"),
+        ("--exchange-size 3", "--exchange-size 3 does not serve 8 devices"),
+        ("--heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
+    ):
+        assert main(["plan", *wrong.split()]) == 2
         assert words in capsys.readouterr().err
 
 
