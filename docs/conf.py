@@ -20,7 +20,8 @@ copyright = author
 release = version_of("ringjax")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "pictures.py"]
+exclude_patterns = ["_build", "_templates", "pictures.py"]
+templates_path = ["_templates"]
 suppress_warnings = ["config.cache"]
 
 html_theme = "furo"

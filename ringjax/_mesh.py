@@ -204,7 +204,22 @@ def find_mesh(
 
 
 class MeshWarning(UserWarning):
-    """A mesh is there, and its devices would all compute the same."""
+    """A mesh is there, and its devices would all compute the same.
+
+    A program that shall rather end than waste them makes an error of it:
+
+    Example:
+      >>> import warnings
+      >>> warnings.simplefilter("error", MeshWarning)
+      >>> query = jnp.ones((1, 16, 2, 8))
+      >>> with jax.set_mesh(jax.make_mesh((8,), ("context",))):  # axis_name="context" is the remedy
+      ...     ringjax.ring_dilated_attention(query, query, query, segment_lengths=(16,), dilation_rates=(1,))
+      Traceback (most recent call last):
+        ...
+      ringjax._mesh.MeshWarning: the mesh from jax.set_mesh has no axis axis_name='seq', and nothing says that \
+('context',) cut batches or heads: every device there computes all tokens; name the sequence's axis, such as \
+axis_name='context'
+    """
 
 
 # What others call the axis of the sequence.

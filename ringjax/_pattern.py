@@ -212,7 +212,20 @@ class DilatedPattern:
 
 
 class ReachWarning(UserWarning):
-    """Most queries of a pattern see nothing beyond their smallest branch."""
+    """Most queries of a pattern see nothing beyond their smallest branch.
+
+    A program that shall not train such a pattern makes an error of it; :meth:`DilatedPattern.reach` says the share.
+
+    Example:
+      >>> import warnings
+      >>> warnings.simplefilter("error", ReachWarning)
+      >>> query = jnp.ones((1, 64, 2, 8))
+      >>> pattern = Segments(4), Segments(64, rate=8)  # 2 heads keep 2 tokens of 8
+      >>> ringjax.ring_dilated_attention(query, query, query, pattern=pattern)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+        ...
+      ringjax._pattern.ReachWarning: 25% of the queries see beyond their smallest branch, of 4 tokens, ...
+    """
 
 
 @functools.lru_cache(maxsize=256)
