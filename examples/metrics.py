@@ -1,4 +1,4 @@
-"""The metrics of a run: a line of CSV for each step, and their plot."""
+"""The metrics of a run: a line of CSV for each step and for each range of positions, and their plot."""
 
 import csv
 import math
@@ -8,8 +8,10 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("agg")
+import numpy as np
 from matplotlib import pyplot as plt
 
+POSITIONS = "positions.csv"
 COLUMNS = ("step", "loss", "bits_per_byte", "tokens_per_second", "held_out_bits_per_byte")
 
 Row = dict[str, float]
@@ -36,8 +38,8 @@ class Metrics:
             writer.writerows(rows)  # pyright: ignore[reportArgumentType]
         whole.replace(path)
 
-    def add(self, row: Row) -> None:
-        """Adds the line of a step."""
+    def add(self, row: Row, scores: np.ndarray | None = None) -> None:
+        """Adds the line of a step; the scores, if any, are the held-out bits and the bytes by position [2, n]."""
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)  # pyright: ignore[reportArgumentType]
         if self.writer is not None:
@@ -45,6 +47,8 @@ class Metrics:
                 if name != "step" and not math.isnan(value):
                     self.writer.add_scalar(name, value, int(row["step"]))
             self.writer.flush()
+        if scores is not None:
+            _write_positions(self.path.parent, *scores)
 
     def read(self) -> list[Row]:
         """Returns the whole lines, those of a run that this one continues among them."""
@@ -54,9 +58,29 @@ class Metrics:
         return [row | {"step": int(row["step"])} for row in rows]
 
 
-def plot(path: Path, rows: list[Row], yardsticks: Mapping[str, float]) -> None:
-    """Draws the loss curve beside the held-out bits per byte of others."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+def _write_positions(folder: Path, bits: np.ndarray, count: np.ndarray) -> None:
+    with (folder / POSITIONS).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("position", "bytes", "held_out_bits_per_byte"))
+        # Entry i of [n] holds the positions from 2**i on.
+        writer.writerows((2**i, int(count[i]), bits[i] / count[i]) for i in np.flatnonzero(count))
+
+
+def read_positions(folder: Path) -> list[Row]:
+    """Returns the held-out bits per byte of a run by the position in the document, each row up to that of the next.
+
+    Raises:
+      ValueError: if the folder is not that of a run which has got to an evaluation.
+    """
+    if not (folder / POSITIONS).exists():
+        raise ValueError(f"{folder} has no {POSITIONS}: give the --out of a run that has ended")
+    with (folder / POSITIONS).open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def plot(path: Path, rows: list[Row], yardsticks: Mapping[str, float], positions: Mapping[str, list[Row]]) -> None:
+    """Draws the loss curve beside the held-out bits per byte of others, and those of runs by position."""
+    figure, (axes, by_position) = plt.subplots(ncols=2, figsize=(11, 4), layout="constrained")
     steps = [row["step"] for row in rows]
     axes.plot(steps, [row["bits_per_byte"] for row in rows], label="training", linewidth=1)
     held_out = [(row["step"], row["held_out_bits_per_byte"]) for row in rows]
@@ -65,5 +89,11 @@ def plot(path: Path, rows: list[Row], yardsticks: Mapping[str, float]) -> None:
         axes.axhline(bits, color="gray", linestyle=style, label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend()
+    for run, rows_of_run in positions.items():
+        places = [row["position"] for row in rows_of_run]
+        by_position.plot(places, [row["held_out_bits_per_byte"] for row in rows_of_run], "o-", label=run)
+    by_position.set_xscale("log", base=2)
+    by_position.set(xlabel="position in the document, from", ylabel="held-out bits per byte")
+    by_position.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -7,6 +7,7 @@ Whole files are packed into sequences as documents, which do not attend to each 
 - `python examples/train_lm.py --distributed`: as one of several processes; all of them see the same --out.
 - `python examples/train_lm.py --resume`: from the last checkpoint on.
 - `python examples/train_lm.py --sample "def main("`: continues a prompt with the last checkpoint.
+- `python examples/train_lm.py --compare runs/other`: shows beside another run's how well it predicts by position.
 
 Wrong input ends it with exit code 2 before anything is compiled, a run that cannot go on with exit code 1.
 """
@@ -27,7 +28,6 @@ import numpy as np
 from byte_model import NGRAMS, ByteModel, features
 from checkpoints import Checkpoints, RunError
 from corpus import (
-    PADDING,
     SEPARATOR,
     Corpus,
     Rows,
@@ -41,7 +41,7 @@ from corpus import (
 from distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from metrics import COLUMNS, Metrics, plot
+from metrics import COLUMNS, Metrics, Row, plot, read_positions
 from tqdm import tqdm
 from training import State, Trainer, define_model, first_not_finite, make_trainer
 
@@ -70,6 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
     add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
     add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
+    add("--compare", type=Path, metavar="FOLDER", help="the --out of another run, to draw beside this one")
     add("--profile", action="store_true", help="write a profile of three steps, from the third on, under --out")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard, too, under --out")
     add("--debug-nans", action="store_true", help="stop at the first tensor with a NaN or an infinity, and name it")
@@ -174,11 +175,12 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
             row = dict.fromkeys(COLUMNS, math.nan) | {"step": step + 1, "loss": loss, "tokens_per_second": speed}
             row["bits_per_byte"] = loss / math.log(2)
             is_due = step + 1 == arguments.steps or (step + 1) % arguments.checkpoint_every == 0
-            if is_due:
-                row["held_out_bits_per_byte"] = evaluate(state)
+            scores = evaluate(state) if is_due else None
+            if scores is not None:
+                row["held_out_bits_per_byte"] = scores[0].sum() / scores[1].sum()
             try:
                 if metrics:
-                    metrics.add(row)
+                    metrics.add(row, scores)
             except OSError as error:
                 raise checkpoints.lost(f"the metrics could not be written: {error}", "make room") from error
             if is_due:
@@ -187,9 +189,15 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
         checkpoints.wait()
     if metrics and (rows := metrics.read()):
-        plot(arguments.out / "loss.png", rows, yardsticks)
-        figures = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks.items())
-        print(f"held-out bits per byte: {figures}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
+        report(arguments, rows, yardsticks)
+
+
+def report(arguments: argparse.Namespace, rows: list[Row], yardsticks: dict[str, float]) -> None:
+    """Draws what the run has written, and prints its end."""
+    runs = [arguments.out, *([arguments.compare] if arguments.compare else [])]
+    plot(arguments.out / "loss.png", rows, yardsticks, {run.name: read_positions(run) for run in runs})
+    figures = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks.items())
+    print(f"held-out bits per byte: {figures}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
 
 
 def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array]:
@@ -200,11 +208,10 @@ def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array
     return [make(array) for array in batch]
 
 
-def make_evaluation(trainer: Trainer, batches: list[list[jax.Array]]) -> Callable[[State], float]:
-    """Returns a function that gives the bits per byte of these batches."""
-    sizes = [int(jnp.sum(batch[-1] != PADDING)) for batch in batches]
-    mean = functools.partial(np.average, weights=sizes)
-    return lambda state: float(mean([trainer.loss(state.params, *batch) for batch in batches])) / math.log(2)
+def make_evaluation(trainer: Trainer, batches: list[list[jax.Array]]) -> Callable[[State], np.ndarray]:
+    """Returns a function that gives the bits and the bytes of these batches by position [2, n]."""
+    to_bits = np.array([[1 / math.log(2)], [1.0]])
+    return lambda state: sum(np.asarray(trainer.held_out(state.params, *batch)) for batch in batches) * to_bits
 
 
 def open_checkpoints(arguments: argparse.Namespace, corpus: Corpus | None = None) -> Checkpoints:
@@ -263,6 +270,8 @@ def run(arguments: argparse.Namespace) -> None:
             "--width": (arguments.width, ("fsdp",)),
         },
     )
+    if arguments.compare is not None:
+        read_positions(arguments.compare)  # a folder without is an error before hours of training
     arguments.out.mkdir(parents=True, exist_ok=True)
     with jax.set_mesh(mesh):
         if arguments.sample is not None:

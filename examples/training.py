@@ -38,12 +38,12 @@ class Trainer(NamedTuple):
 
     init: Callable[[], State]
     step: Callable[..., tuple[State, jax.Array, Tensors | None]]
-    loss: Callable[..., jax.Array]
+    held_out: Callable[..., jax.Array]
     abstract: State
 
 
 def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
-    """Returns the functions that make a state, take a training step, and compute the loss in nats per byte.
+    """Returns the functions that make a state, take a training step, and score held-out text by position.
 
     A step also returns, with `--debug-nans`, whether each tensor is finite.
     """
@@ -56,9 +56,13 @@ def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
 
     shardings = state_shardings(jax.eval_shape(init), mesh)
 
-    def forward(params: Any, inputs: jax.Array, targets: jax.Array, document_ids: jax.Array) -> Any:
+    def predict(params: Any, inputs: jax.Array, targets: jax.Array, document_ids: jax.Array) -> Any:
         logits = nnx.merge(definition, params)(inputs, document_ids=document_ids)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)  # [B, T]
+        return losses, logits
+
+    def forward(params: Any, inputs: jax.Array, targets: jax.Array, document_ids: jax.Array) -> Any:
+        losses, logits = predict(params, inputs, targets, document_ids)
         return losses.mean(where=document_ids != PADDING), logits
 
     def train(state: State, *batch: jax.Array) -> tuple[State, jax.Array, Tensors | None]:
@@ -76,8 +80,22 @@ def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
         jax.eval_shape(init),
         shardings,
     )
-    loss = jax.jit(lambda *arguments: forward(*arguments)[0], out_shardings=whole)
-    return Trainer(jax.jit(init, out_shardings=shardings), step, loss, abstract)
+    held_out = jax.jit(lambda *of_batch: by_position(predict(*of_batch)[0], of_batch[-1]), out_shardings=whole)
+    return Trainer(jax.jit(init, out_shardings=shardings), step, held_out, abstract)
+
+
+def by_position(losses: jax.Array, document_ids: jax.Array) -> jax.Array:
+    """Returns the sums of the losses [B, T] and how many they are, by the position in the document: [2, n].
+
+    Column i holds the positions from 2**i on, column 0 the first too.
+    """
+    index = jnp.arange(losses.shape[1])
+    begins = jnp.diff(document_ids, axis=1, prepend=PADDING - 1) != 0
+    position = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)  # [B, T]
+    column = jnp.iinfo(position.dtype).bits - 1 - jax.lax.clz(jnp.maximum(position, 1))
+    columns = jax.nn.one_hot(column, losses.shape[1].bit_length())  # [B, T, n]
+    weights = jnp.where(document_ids != PADDING, jnp.stack([losses, jnp.ones_like(losses)]), 0.0)  # [2, B, T]
+    return jnp.einsum("cbt,btn->cn", weights, columns, precision="highest")
 
 
 def make_model(arguments: argparse.Namespace, spec: P | None = None) -> ByteModel:

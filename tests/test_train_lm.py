@@ -1,17 +1,20 @@
 """The training program as its users run it: the same curve on any mesh, and clear errors for wrong input."""
 
 import contextlib
+import csv
 import shutil
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_lm
 from byte_model import NGRAMS, NUM_FEATURES, NUM_OF_NGRAM, features
-from corpus import Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows, zlib_bits
+from corpus import PADDING, Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows, zlib_bits
 from distribution import parse_mesh
-from training import Tensors, first_not_finite
+from metrics import read_positions
+from training import Tensors, by_position, first_not_finite
 
 from benchmarks.training_runs import SMALL, losses
 
@@ -24,12 +27,31 @@ def test_a_run_writes_all_that_it_promises(undisturbed):
     curve = losses(undisturbed)
     assert len(curve) == 20
     assert curve[-5:].mean() < 0.75 * curve[0]
+    with (undisturbed / "metrics.csv").open(newline="") as file:
+        (*_, last) = csv.DictReader(file)
+    rows = read_positions(undisturbed)
+    bits, count = (np.array([row[name] for row in rows]) for name in ("held_out_bits_per_byte", "bytes"))
+    np.testing.assert_allclose(np.average(bits, weights=count), float(last["held_out_bits_per_byte"]), rtol=1e-6)
+
+
+def test_losses_by_position():
+    """The position of a token is how many of its document come before it; padding is none."""
+    document_ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, -1], [3, -1, 4, 4, -1, -1, -1, -1, -1, -1]])
+    losses = np.random.default_rng(0).normal(size=document_ids.shape)
+    expected = np.zeros((2, 4))
+    for row, ids in enumerate(document_ids):
+        for token, document in enumerate(ids):
+            if document != PADDING:
+                column = max(int(np.sum(ids[:token] == document)), 1).bit_length() - 1
+                expected[:, column] += losses[row, token], 1
+    np.testing.assert_allclose(by_position(jnp.asarray(losses), jnp.asarray(document_ids)), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2,data=2,fsdp=2"])
 def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
-    """On one device, and on sixteen of which each axis has two; profiled or not."""
-    ended = runs.run(tmp_path, "--mesh", mesh, *(["--profile"] if mesh == "seq=1" else []))
+    """On one device, and on sixteen of which each axis has two; profiled and drawn beside another, or not."""
+    options = ["--profile", "--compare", str(undisturbed)] if mesh == "seq=1" else []
+    ended = runs.run(tmp_path, "--mesh", mesh, *options)
     assert ended.code == 0, ended.stderr
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == (mesh == "seq=1")
     np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=2e-4)
@@ -88,6 +110,7 @@ def refused(text, tmp_path, monkeypatch, capsys):
         ("--data /nowhere", "--data /nowhere is no file, and no folder with files: give one of these"),
         ("--sequence-length 10000000", "give more text with --data, or a smaller --sequence-length"),
         ("--resume", "there is no checkpoint in"),
+        ("--compare nowhere", "nowhere has no positions.csv: give the --out of a run that has ended"),
         ("--sample x --distributed", "--sample runs in one process: leave --distributed out"),
         ("--distributed --num-processes 3 --process-index 0", "could not join the other processes"),
     ],
