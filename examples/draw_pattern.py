@@ -5,6 +5,7 @@
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -22,7 +23,7 @@ def branch_of(text: str) -> Segments | Window:
     return KINDS[kind](*map(int, numbers))
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -33,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--head", type=int, default=1, help="the head to draw")
     add("--devices", type=int, default=4, help="devices whose boundaries and hops are shown")
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="draw no later keys")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -13,8 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw_pattern
 import jax
 import jax.numpy as jnp
+import matplotlib as mpl
 import pytest
 import train_lm
 from jax.sharding import NamedSharding
@@ -112,15 +114,11 @@ def test_every_public_name_is_in_the_reference():
         assert value.__module__.removeprefix("ringjax.") in MODULES
 
 
-def test_commands_of_the_guide_to_scaling():
+def test_commands_of_the_guide_to_scaling(capsys):
     text = (ROOT / "docs" / "scaling.md").read_text()
-    known = subprocess.run(
-        [sys.executable, ROOT / "examples" / "train_lm.py", "--help"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    with pytest.raises(SystemExit):
+        train_lm.parse_arguments(["--help"])
+    known = capsys.readouterr().out
     commands = re.findall(r"train_lm\.py(.*(?:\\\n.*)*)", text) + re.findall(r"(?:args|command): (.*)", text)
     flags = {flag for command in commands for flag in re.findall(r"(--[a-z-]+)", command)}
     assert {"--distributed", "--mesh", "--coordinator", "--resume", "--profile"} <= flags
@@ -151,17 +149,15 @@ def test_the_command_for_one_node_rings():
     assert max(arguments.dilation_rates) <= arguments.heads
 
 
-def test_the_picture_is_that_of_its_code(tmp_path):
+def test_the_picture_is_that_of_its_code(tmp_path, monkeypatch, capsys):
     path = tmp_path / "pattern.svg"
-    subprocess.run(
-        [sys.executable, ROOT / "examples" / "draw_pattern.py", path],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
+    monkeypatch.chdir(tmp_path)
+    with mpl.rc_context():
+        draw_pattern.main(draw_pattern.parse_arguments([str(path)]))
     for arguments, code in (([], 2), (["--help"], 0)):  # neither writes a file
-        command = [sys.executable, ROOT / "examples" / "draw_pattern.py", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert (done.returncode, [path.name for path in tmp_path.iterdir()]) == (code, ["pattern.svg"])
-        assert "FILE" in done.stdout + done.stderr
+        with pytest.raises(SystemExit) as ended:
+            draw_pattern.parse_arguments(arguments)
+        assert (ended.value.code, [path.name for path in tmp_path.iterdir()]) == (code, ["pattern.svg"])
+        assert "FILE" in "".join(capsys.readouterr())
     shapes = lambda text: sorted(re.findall(r"(?:fill|stroke): (#\w+)", text))
     assert shapes(path.read_text()) == shapes((ROOT / "docs" / "pattern.svg").read_text())
