@@ -516,16 +516,19 @@ def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
     of = lambda start, length: Span(jnp.array(start, jnp.int32), jnp.array(length, jnp.int32))
     spans = of([[0, 5, 10], [2, 8, 0]], [[4, 3, 1], [6, 3, 0]]), of([[1, 3, 8], [0, 4, 0]], [[2, 4, 1], [3, 5, 0]])
     for some in (spans, jax.tree.map(lambda array: array[:, :1], spans)):
-        pairs = Pairs(is_causal, None, some)
-        out, lse = _cudnn.attend(query, key, value, pairs, 0.5)
-        expected = DenseKernel().attend(query, key, value, pairs, 0.5)
-        np.testing.assert_allclose(out, expected[0], rtol=0, atol=1e-6)
-        np.testing.assert_allclose(lse, expected[1], rtol=0, atol=1e-6)
-        queries = FusedQueries(query, out_grad, out, jnp.where(lse == -jnp.inf, jnp.inf, lse))
-        found = _cudnn.differentiate(queries, Keys(key, value), pairs, 0.5)
-        exact = DenseKernel().differentiate(queries, Keys(key, value), pairs, 0.5)
-        for one, other in zip(found, exact, strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+        @jax.jit
+        def results(some):
+            pairs, kernels = Pairs(is_causal, None, some), (_cudnn, DenseKernel())
+            out, lse = _cudnn.attend(query, key, value, pairs, 0.5)
+            queries = FusedQueries(query, out_grad, out, jnp.where(lse == -jnp.inf, jnp.inf, lse))
+            outs = [kernel.attend(query, key, value, pairs, 0.5) for kernel in kernels]
+            grads = [kernel.differentiate(queries, Keys(key, value), pairs, 0.5) for kernel in kernels]
+            return outs, grads
+
+        for (found, expected), tolerance in zip(results(some), (1e-6, 1e-5), strict=True):
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
 
 
 def test_one_sequence_that_is_too_large(monkeypatch):

@@ -98,13 +98,16 @@ def test_tiles_equal_oracle(name, most_entries, monkeypatch):
     check(make_arrays(**arguments), mesh, **arguments)
 
 
+compiled_list = jax.jit(list_tiles, static_argnums=1)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
 def test_a_list_has_the_tiles_that_meet(parts, density):
     """Each in one step of its row, in order, and one step of each row without any."""
     rng = np.random.default_rng(0)
     meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
-    found = list_tiles(Visits(jnp.asarray(meets), jnp.asarray(is_whole)), parts)
+    found = jax.device_get(compiled_list(Visits(meets, is_whole), parts))
     expected = []
     for number, row in np.ndindex(2, 5):
         columns = [c for c in range(8 // parts) if meets[number, row, c * parts : (c + 1) * parts].any()]
@@ -142,21 +145,26 @@ def test_no_step_is_in_vain(pattern, documents):
     mosaic = MosaicTpu()
     shape = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16)
     branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
-    rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
-    slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
-    mask = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots)))
-    parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
-    steps = list_tiles(mask.visits, parts)
-    flat = lambda array: None if array is None else np.asarray(array).reshape(-1)
-    first, last, position = map(flat, (mask.queries.first, mask.queries.last, mask.keys.position))
+
+    def list_steps():
+        rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
+        slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
+        mask = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots)))
+        parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
+        return mask.queries, mask.keys, mask.visits.meets, list_tiles(mask.visits, parts).length
+
+    queries, keys, meets, num_steps = jax.device_get(jax.jit(list_steps)())
+    _, tiles, others = meets.shape
+    parts = 4 if others % 4 == 0 else 2
+    flat = lambda array: array.reshape(-1)
+    first, last, position = map(flat, (queries.first, queries.last, keys.position))
     allowed = (first[:, None] <= position) & (position <= last[:, None])
     if documents is not None:
-        allowed &= flat(mask.queries.document)[:, None] == flat(mask.keys.document)
-    if mask.queries.residue is not None:
-        allowed &= flat(mask.queries.residue)[:, None] == flat(mask.keys.residue)
-    _, tiles, others = mask.visits.meets.shape
+        allowed &= flat(queries.document)[:, None] == flat(keys.document)
+    if queries.residue is not None:
+        allowed &= flat(queries.residue)[:, None] == flat(keys.residue)
     of_steps = allowed.reshape(tiles, len(first) // tiles, others // parts, -1).any(axis=(1, 3))
-    assert int(steps.length) == of_steps.sum() + (~of_steps.any(axis=1)).sum()
+    assert num_steps == of_steps.sum() + (~of_steps.any(axis=1)).sum()
 
 
 def test_documents_of_any_integers():
