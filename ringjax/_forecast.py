@@ -13,6 +13,7 @@ from ringjax._call import Call
 from ringjax._cost import (
     Direction,
     Message,
+    RowBytes,
     Work,
     branch_messages,
     exchange_messages,
@@ -102,7 +103,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         tuple(found),
         sum(_pairs(call.work, branch) for branch in branches),
         (forward, backward),
-        _memory(call.work, branches, has_gradient),
+        _memory(_padded(call.work, machine.lanes), branches, has_gradient),
         seconds["forward"],
         seconds.get("backward", ZERO),
     )
@@ -187,30 +188,44 @@ def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, directio
     return moved + 2 * tokens * work.width
 
 
-def _memory(work: Work, branches: Schedules, has_gradient: bool) -> int:
-    """The bytes that are there at once: arguments, results, sums, and the rows of the largest branch that arrive.
+def _padded(work: Work, lanes: int) -> Work:
+    pad = lambda width: -(-width // lanes) * lanes
+    return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
-    What compilers copy, and lay out with padding, comes on top; what they compute piece by piece goes off.
+
+def _memory(work: Work, branches: Schedules, has_gradient: bool) -> int:
+    """The bytes that are there at once: arguments, results, sums of branches, and what the largest branch needs.
+
+    Compilers copy more, or less, and reuse what they can.
     """
     tokens = max(branch.of_devices().queries.shard_length for branch in branches) * work.batch
     keys = max(branch.of_devices().keys.shard_length for branch in branches) * work.batch * work.local_heads(1)
     query, out = tokens * work.num_heads * work.width, tokens * work.num_heads * work.value_width
     of_keys = keys * (work.width + work.value_width)
-    held = (query + of_keys + out) * work.itemsize + out * work.sum_itemsize
+    arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
+    sums = results * work.sum_itemsize if len(branches) > 1 else 0
+    of_branches = max(_held_by(work, branch, has_gradient) for branch in branches)
+    return (arguments + results) * work.itemsize + sums + of_branches
+
+
+def _held_by(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
+    """The bytes of a branch's rows, of their sums, and of rows that arrive."""
+    row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
+    queries, keys = branch.queries.num_slots, branch.keys.num_slots
     if has_gradient:
-        held += (out + query + of_keys) * work.itemsize + (query + of_keys) * work.sum_itemsize
-    return held + max(_arriving(work, branch, has_gradient) for branch in branches)
+        of_queries, sums = row.queries, queries * row.query_grad + keys * row.keys_grad
+    else:
+        of_queries = work.query_row(branch)
+        sums = queries * work.batch * heads * work.value_width * work.sum_itemsize
+    return queries * of_queries + keys * row.keys + sums + _arriving(branch, row, has_gradient)
 
 
-def _arriving(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
-    row = work.row_bytes(branch)
-    if branch.strategy == "all_gather" and not branch.is_local:
-        size = branch.gather_size * branch.keys.num_slots
-        return size * (row.keys + has_gradient * row.keys_grad)
-    of_exchange = branch.exchange_size > 1
-    slots = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
+def _arriving(branch: BranchSchedule, row: RowBytes, has_gradient: bool) -> int:
+    of_key = row.keys + has_gradient * row.keys_grad
     if branch.is_local:
-        return of_exchange * slots
+        return 0
+    if branch.strategy == "all_gather":
+        return branch.gather_size * branch.keys.num_slots * of_key
     if has_gradient and queries_travel(branch, row):
-        return of_exchange * slots + branch.queries.num_slots * (row.queries + row.query_grad)
-    return of_exchange * slots + branch.keys.num_slots * (row.keys + has_gradient * row.keys_grad)
+        return branch.queries.num_slots * (row.queries + row.query_grad)
+    return branch.keys.num_slots * of_key

@@ -1,0 +1,105 @@
+"""The memory that the planner counts beside that of programs compiled for H100s and a TPU v5e.
+
+`python -m benchmarks.plan_memory`; needs no such device, and installs the plugins of jax into an environment of its
+own.
+"""
+
+import json
+import random
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.ahead_of_time import OVERLAP, TOPOLOGIES, devices
+from benchmarks.environment import run_module
+from benchmarks.timing import save
+from ringjax import Segments, Window, make_mesh, ring_dilated_attention
+from ringjax._branch import Branch
+from ringjax._call import recording
+from ringjax._forecast import forecast
+from ringjax._machine import MACHINES
+
+CHIPS = {"8 H100s": "H100", "v5e:2x4": "v5e"}
+CASES = 30  # on each
+
+
+def draw_case(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    """Returns a call of the sizes that are trained, as its options and in words."""
+    one_of = lambda *values: draw.choice(values)
+    length = 8 * one_of(1024, 2048, 8192)
+    kv_heads = one_of(2, 4, 8)
+    heads = kv_heads * one_of(1, 1, 2, 4)
+    branches = tuple(_draw_branch(draw, length) for _ in range(one_of(1, 1, 2, 3)))
+    options = {
+        "length": length,
+        "heads": (heads, kv_heads),
+        "width": one_of(64, 128),
+        "pattern": branches,
+        "is_causal": draw.random() < 0.7,
+        "strategy": one_of("ring", "ring", "all_gather", "all_to_all"),
+    }
+    kind = f"{'causal' if options['is_causal'] else 'full'} {options['strategy']}"
+    sizes = f"T={length}, N={heads}, K={kv_heads}, H={options['width']}"
+    return f"{kind}, {sizes}, {' '.join(map(str, branches))}", options
+
+
+def _draw_branch(draw: random.Random, length: int) -> Branch:
+    if draw.random() < 0.25:
+        return Window(draw.choice((512, 2048)), draw.choice((1, 1, 4)))
+    return Segments(draw.choice((1000, 2048, length // 4, length, length)), draw.choice((1, 1, 2, 4)))
+
+
+def peaks(topology: str, options: dict[str, Any]) -> tuple[float, float]:
+    """Returns the bytes of the gradient on a device, as counted and as compiled."""
+    mesh = make_mesh((8,), ("seq",), devices=devices(*TOPOLOGIES[topology]), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    heads, length = options["heads"], options["length"]
+    shape = lambda count: jax.ShapeDtypeStruct((1, length, count, options["width"]), jnp.bfloat16, sharding=sharding)
+    named = {name: options[name] for name in ("pattern", "is_causal", "strategy")}
+    attend = lambda *arrays: ring_dilated_attention(*arrays, **named, mesh=mesh)
+    arrays = [shape(count) for count in (heads[0], heads[1], heads[1])]
+    with jax.enable_x64(False):
+        with recording() as calls:
+            jax.eval_shape(attend, *arrays)
+        lowered = jax.jit(lambda grad, *arrays: jax.vjp(attend, *arrays)[1](grad)).lower(shape(heads[0]), *arrays)
+    call = calls[0][0]
+    counted = forecast(call, options["strategy"], call.schedules(options["strategy"]), MACHINES[CHIPS[topology]])
+    flags: Any = dict(OVERLAP) if topology == "8 H100s" else {}
+    compiled: Any = lowered.compile(flags).memory_analysis()
+    return counted.memory, compiled.peak_memory_in_bytes
+
+
+def measure() -> list[dict[str, Any]]:
+    """Returns what was counted over what was compiled, in each case."""
+    rows = []
+    for topology in CHIPS:
+        draw = random.Random(0)
+        for _ in range(CASES):
+            case, options = draw_case(draw)
+            counted, compiled = peaks(topology, options)
+            rows.append({"case": f"{topology}, {case}", "value": counted / compiled})
+    return rows
+
+
+def main() -> None:
+    """Compiles everything where the plugins are, and writes the table: the shares, and the cases that are far off."""
+    found = run_module("benchmarks.plan_memory", "measure", environment="plugins")
+    values = np.array([row["value"] for row in found])
+    shares = {
+        "median of counted over compiled": np.median(values),
+        "share within 15 % of the compiled": np.mean(np.abs(values - 1) <= 0.15),
+        "share within 30 % of the compiled": np.mean(np.abs(values - 1) <= 0.3),
+        "share more than 25 % below the compiled": np.mean(values < 0.75),
+    }
+    rows = [{"claim": claim, "case": f"{len(found)} gradients", "value": float(v)} for claim, v in shares.items()]
+    far = [row for row in found if abs(row["value"] - 1) > 0.3]
+    save("plan_memory", rows + [{"claim": "counted over compiled", **row} for row in far])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure())) if sys.argv[1:] == ["measure"] else main()
