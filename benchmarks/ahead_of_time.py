@@ -7,17 +7,19 @@ own.
 import functools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.environment import run_module
+from benchmarks.environment import ROOT, run_module
 from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
@@ -140,6 +142,47 @@ def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
     return sum(permute.trips * permute.bytes for permute in permutes(text)), stated
 
 
+def lower_slide_encoder(count: int, gradient: bool, num_layers: int = 12) -> Any:
+    """Returns the slide encoder in bfloat16 for 1,048,568 tiles on some H100s, lowered, or its gradient."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
+
+    ring = devices(*TOPOLOGIES["8 H100s"])[:count]
+    mesh = make_mesh((count,), ("seq",), devices=ring, axis_types=(AxisType.Auto,))
+    options: Any = {"mesh": mesh, "dtype": jnp.bfloat16, "remat": gradient}
+    encoder = nnx.eval_shape(lambda: SlideEncoder(num_layers, **options, rngs=nnx.Rngs(0)))
+    definition, params = nnx.split(encoder)
+    place = lambda array, *axes: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, P(*axes)))
+    tiles = 2**20 - 8
+    slide = jax.ShapeDtypeStruct((1, tiles, 1536), jnp.bfloat16), jax.ShapeDtypeStruct((1, tiles, 2), jnp.float32)
+
+    def encode(params: Any, *slide: jax.Array) -> jax.Array:
+        return nnx.merge(definition, params)(*slide)[1]
+
+    function = jax.grad(lambda *arguments: encode(*arguments).sum()) if gradient else encode
+    with jax.enable_x64(False):
+        return jax.jit(function).lower(jax.tree.map(place, params), *(place(array, None, "seq") for array in slide))
+
+
+def slide_encoder() -> list[tuple[str, str, float]]:
+    """Returns the memory of the slide encoder, and what many layers cost to compile."""
+    found, seconds = [], {}
+    for program, count, gradient in (("1 H100, forward", 1, False), ("8 H100s, gradient", 8, True)):
+        compiled = lower_slide_encoder(count, gradient).compile(dict(OVERLAP))
+        found.append(
+            (
+                "peak GiB",
+                f"{program}, slide encoder of 1,048,568 tiles",
+                compiled.memory_analysis().peak_memory_in_bytes / 2**30,
+            )
+        )
+    for num_layers in (1, 12):
+        begin = time.process_time()
+        lower_slide_encoder(1, False, num_layers).compile()
+        seconds[num_layers] = time.process_time() - begin
+    return [*found, ("compile time", "1 H100, forward, slide encoder, 12 layers over 1", seconds[12] / seconds[1])]
+
+
 def measure() -> list[dict[str, Any]]:
     """Returns the rows of the table."""
     rows = []
@@ -156,6 +199,8 @@ def measure() -> list[dict[str, Any]]:
         add("peak bytes of a device over its queries'", f"8 H100s, gradient, {name}, cudnn", value)
     long = compile_for("8 H100s", True, count=1, length=2**20, pattern=LONGNET, implementation="cudnn", heads=16)
     add("peak GiB", "1 H100, gradient, LongNet, 2^20 tokens", long.memory_analysis().peak_memory_in_bytes / 2**30)
+    for row in slide_encoder():
+        add(*row)
     add("peak bytes, 8 devices over 2", "H100s, gradient, dense", peak() / 4 / peak(count=2))
     for name, topology in TOPOLOGIES.items():
         length = TOKENS * len(devices(*topology))

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,21 @@ from jax.sharding import AxisType
 
 from benchmarks.environment import ROOT, run_module, run_peer
 from benchmarks.timing import save
+from ringjax._heads import Settings
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 ROUNDS = 2
 TILES = 10_000
 STRATEGY = "all_to_all"
+NO_ATTENTION = "all but attention"
 
 
 def measure(tiles: int, devices: int, strategy: str) -> float:
-    """Returns the processor seconds of one slide, of its best round."""
+    """Returns the processor seconds of one slide, of its best round; with `NO_ATTENTION`, of its dense layers alone."""
+    if strategy == NO_ATTENTION:
+        with mock.patch.object(Settings, "attend", lambda _, query, key, value, *__: query + key + value):
+            return measure(tiles, devices, STRATEGY)
     from slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
     from slides import synthetic_slide  # noqa: PLC0415
 
@@ -54,6 +60,10 @@ def main() -> None:
         return
     own = {tiles: seconds_of(tiles) for tiles in (1068, TILES)}
     programs = [(f"on eight devices, {way}", n, seconds_of(n, 8, way)) for n in own for way in ("ring", STRATEGY)]
+    for n, seconds in own.items():
+        # Over the same on one device: what no attention could mend.
+        share = seconds_of(n, 8, NO_ATTENTION) / seconds_of(n, 1, NO_ATTENTION)
+        programs.append((f"on eight devices, {NO_ATTENTION}", n, share * seconds))
     for kind, name in (("dense", "torch, dense attention"), ("branches", "torch, its fused attention on each branch")):
         programs.append((name, TILES, min(run_peer("torch_slide_encoder.py", TILES, kind, ROUNDS))))
     column = "processor time over that of one device"

@@ -1,5 +1,6 @@
 """Pictures of the site that are drawn when it is built."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -72,3 +73,18 @@ def draw_rates(num_tokens: int = 32, rate: int = 4, num_heads: int = 4) -> None:
     axes.axvline(num_tokens // 2 - 0.5, color="tab:red", label="a segment ends")
     axes.set(xlabel="token", ylabel="head", yticks=range(num_heads), title=f"{branch}: blue tokens are kept")
     axes.legend(loc="upper right", fontsize="small")
+
+
+def draw_long_context() -> None:
+    """Draws the bits of a model by the position in a document, with a dilated pattern and without."""
+    path = Path(__file__).parent.parent / "benchmarks" / "results" / "long_context.json"
+    rows = json.loads(path.read_text())["rows"]
+    begins = [int(row["positions"].split()[0]) for row in rows]
+    _, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    styles = {"its local branch alone": "o-", "dilated pattern": "o-", "least there can be": "k--"}
+    for name, style in styles.items():
+        axes.plot(begins, [row[name] for row in rows], style, label=name)
+    axes.axvline(64, color="gray", linewidth=1, label="length of the local segments")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="position in the document, from", ylabel="held-out bits for each letter")
+    axes.legend(fontsize="small")

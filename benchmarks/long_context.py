@@ -1,0 +1,82 @@
+"""How well a model predicts by the position in a document: with a dilated pattern, and with its local branch alone.
+
+`python -m benchmarks.long_context`. The text is drawn: the letters of each document have frequencies of its own, which
+only the letters before tell. So it is known how well any model can predict, and context is all that helps.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.timing import save
+from benchmarks.training_runs import Runs, in_temporary_folder
+
+LETTERS, CONCENTRATION = np.arange(32, 127, dtype=np.uint8), 0.05
+DOCUMENTS, LENGTH = 2000, 2046
+OPTIONS = "--sequence-length 2048 --batch-size 4 --layers 2 --steps 300 --checkpoint-every 300 --evaluation-batches 48"
+PATTERNS = {
+    "dilated pattern": "--segment-lengths 64,512,2048 --dilation-rates 1,2,4",
+    "its local branch alone": "--segment-lengths 64 --dilation-rates 1",
+}
+SEEDS = 2
+
+
+def draw_text(folder: Path) -> None:
+    """Writes the documents."""
+    draw = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(DOCUMENTS):
+        frequencies = draw.dirichlet(np.full(len(LETTERS), CONCENTRATION))
+        (folder / f"{number:04}.txt").write_bytes(draw.choice(LETTERS, LENGTH, p=frequencies).tobytes())
+
+
+def best_bits(folder: Path) -> np.ndarray:
+    """Returns the bits of each letter of a document [LENGTH] for one who knows how frequencies are drawn.
+
+    Having counted c of a letter among n, that is -log2 of (c + a) / (n + a * number of letters), a the concentration.
+    """
+    bits = []
+    for path in sorted(folder.iterdir())[9::10]:  # those that training holds out
+        text = np.frombuffer(path.read_bytes(), np.uint8)
+        seen = np.cumsum(text[:, None] == LETTERS, axis=0) - (text[:, None] == LETTERS)  # [LENGTH, letters]
+        count = seen[np.arange(LENGTH), text - LETTERS[0]]
+        total = np.arange(LENGTH) + CONCENTRATION * len(LETTERS)
+        bits.append(-np.log2((count + CONCENTRATION) / total))
+    return np.mean(bits, axis=0)
+
+
+def measure(folder: Path) -> list[dict[str, Any]]:
+    """Returns the rows of the table: for each range of positions the bits of both models, and the least possible."""
+    text = folder / "text"
+    draw_text(text)
+    runs = Runs(folder, OPTIONS)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in PATTERNS}
+    positions = np.zeros(0)
+    for name, options in PATTERNS.items():
+        for seed in range(SEEDS):
+            out = folder / f"{name} {seed}"
+            ended = runs.run(out, *options.split(), "--seed", str(seed))
+            if ended.code:
+                raise RuntimeError(ended.stderr)
+            positions, _, bits = np.loadtxt(out / "positions.csv", delimiter=",", skiprows=1, unpack=True)
+            found[name].append(bits)
+    best, (dilated, local) = best_bits(text), found.values()
+    rows = []
+    for number, begin in enumerate(positions.astype(int)):
+        stop = min(2 * begin, LENGTH)
+        of_dilated, of_local = ([bits[number] for bits in curves] for curves in (dilated, local))
+        row = {"positions": f"{begin} to {stop - 1}", "bits gained": np.mean(of_local) - np.mean(of_dilated)}
+        row |= {"spread of two seeds": max(np.ptp(of_dilated), np.ptp(of_local))}
+        row |= dict(zip(PATTERNS, map(np.mean, (of_dilated, of_local)), strict=True))
+        rows.append(row | {"least there can be": best[begin:stop].mean()})
+    return [{key: value if isinstance(value, str) else float(value) for key, value in row.items()} for row in rows]
+
+
+def main() -> None:
+    """Trains four models, some minutes each, and writes the table."""
+    save("long_context", in_temporary_folder(measure))
+
+
+if __name__ == "__main__":
+    main()
