@@ -263,6 +263,19 @@ def check_flax_arguments(mask: Any, sow_weights: bool) -> None:
         raise ValueError("sow_weights=True, but no array of weights exists that could be sown: leave it out")
 
 
+def check_sinks(sinks: Any) -> None:
+    """Checks that a module is told whether it has sinks, not which.
+
+    Raises:
+      TypeError: for anything but a bool.
+    """
+    if not isinstance(sinks, bool):
+        raise TypeError(
+            f"sinks of the module is of type {type(sinks).__name__}: pass True, with sinks_init for what they begin "
+            "with, and sinks of other places in the call"
+        )
+
+
 def normalize_inner(
     attended: Float[Array, "*B T N H"], norm: Callable[[Array], Array] | None
 ) -> Float[Array, "*B T N H"]:

@@ -1,6 +1,7 @@
 """The planner: what each strategy will take for a model and a mesh, in a table, before anything runs."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from ringjax._cost import Work
 from ringjax._forecast import Forecast, all_forecasts, choose
 from ringjax._implementation import IMPLEMENTATIONS, NAME_OF, PREFERENCE
 from ringjax._machine import Machine, find_machine
-from ringjax._pattern import DilatedPattern, read_pattern
+from ringjax._pattern import DilatedPattern, Reach, read_pattern
 from ringjax._plan import choose_block_size
 from ringjax._protocol import Request
 
@@ -53,7 +54,7 @@ class Comparison:
         legs = [leg for branch in one.branches if branch.strategy == "ring" for leg in branch.key_legs]
         hops = sum(leg.rotations + (leg.halo > 0) for leg in legs)
         return {
-            "strategy": one.strategy if one.strategy != "auto" else "each branch its own",
+            "strategy": one.strategy,
             "exchange_size": max(branch.exchange_size for branch in one.branches),
             "hops": hops,
             "messages": sum(message.times for message in one.messages),
@@ -88,23 +89,23 @@ class Comparison:
             found.append({"branch": str(branch.branch), "implementation": name, "why": "; ".join(reasons)})
         return found
 
-    @property
-    def reach(self) -> float:
-        """The share of queries that see beyond their smallest branch in any head."""
+    @functools.cached_property
+    def reach(self) -> Reach:
+        """How many queries see beyond their smallest branch."""
         length = min(self.call.num_queries, _MOST_OF_REACH)
-        return self.call.pattern.reach(length, self.call.work.num_kv_heads, self.call.is_causal).in_any_head
+        return self.call.pattern.reach(length, self.call.work.num_kv_heads, self.call.is_causal)
 
     @property
     def recommendation(self) -> str:
         """The recommendation in a sentence."""
-        name = "each branch its own" if self.best.strategy == "auto" else f'"{self.best.strategy}"'
+        name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
         worst = max(self.forecasts, key=lambda one: one.seconds)
         if worst.seconds <= self.best.seconds * 1.001:
             return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
         over = worst.seconds / self.best.seconds
         return (
             f'Take {name}: its bound is {_time(self.best.seconds)}, and that of "{worst.strategy}" {over:.2f} times '
-            "as long."
+            "as long." + (' The default is "ring".' if self.best.strategy != "ring" else "")
         )
 
     @property
@@ -129,7 +130,8 @@ class Comparison:
             "has_gradient": self.has_gradient,
             "strategies": self.rows,
             "implementations": self.implementations,
-            "share_that_sees_beyond": self.reach,
+            "share_that_sees_beyond": self.reach.in_any_head,
+            "share_that_sees_beyond_in_a_head": float(self.reach.beyond.mean()),
             "recommended": self.best.strategy,
             "recommendation": self.recommendation,
             "call": self.example,
@@ -143,8 +145,9 @@ class Comparison:
         call, machine = self.call, self.machine
         what = "forward and gradient" if self.has_gradient else "forward"
         title = (
-            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}. Times are bounds: "
-            "products at the peak rate, links at full rate."
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}. A device has "
+            f"{_heads_of(call.work)} in {8 * call.work.itemsize} bits.\n"
+            "Times are bounds: products at the peak rate, links at full rate."
         )
         columns = {
             "strategy": "strategy",
@@ -169,8 +172,17 @@ class Comparison:
             for one in self.implementations
         ]
         if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
-            served.append(f"{self.reach:.0%} of the queries see beyond their smallest branch.")
+            served.append(
+                f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
+                f"and {self.reach.beyond.mean():.0%} in each head."
+            )
         return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
+
+
+def _heads_of(work: Work) -> str:
+    widths = f"{work.width}" if work.width == work.value_width else f"{work.width} and {work.value_width}"
+    sequences = f"{work.batch} sequence{'s' if work.batch > 1 else ''}"
+    return f"{sequences} of {work.num_heads} heads of width {widths}"
 
 
 def compare(call: Call, machine: Machine, has_gradient: bool = True) -> Comparison:

@@ -18,6 +18,7 @@ from ringjax._heads import (
     check_decoding,
     check_flax_arguments,
     check_prefill,
+    check_sinks,
     normalize_inner,
     output_sharding,
 )
@@ -158,6 +159,7 @@ class RingDilatedAttention(linen.Module):
         """
         check_flax_arguments(mask, sow_weights)
         check_prefill(prefill, self.decode)
+        check_sinks(self.sinks)
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")

@@ -17,6 +17,7 @@ from ringjax._heads import (
     check_decoding,
     check_flax_arguments,
     check_prefill,
+    check_sinks,
     normalize_inner,
     output_sharding,
 )
@@ -143,6 +144,7 @@ class RingDilatedAttention(nnx.Module):
     ) -> None:
         if isinstance(position_embedding, nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
+        check_sinks(sinks)
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features

@@ -180,6 +180,14 @@ def test_modules_check_when_they_are_made(arguments, error, words, unchecked):
         ringjax.RingDilatedAttention(**{"num_heads": 4, **PATTERN, **arguments}, in_features=32, rngs=nnx.Rngs(0))
 
 
+def test_modules_are_told_whether_they_have_sinks(unchecked):
+    words = "sinks of the module is of type .*Array.*: pass True, with sinks_init"
+    with pytest.raises(TypeError, match=words):
+        ringjax.RingDilatedAttention(4, 32, **PATTERN, sinks=jnp.zeros(4), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=words):
+        ringjax.linen.RingDilatedAttention(4, **PATTERN, sinks=jnp.zeros(4)).init(jax.random.key(0), jnp.ones((8, 32)))
+
+
 def test_arguments_of_flax(arrays):
     inputs = jnp.ones((2, 32, 32))
     attention = ringjax.RingDilatedAttention(
