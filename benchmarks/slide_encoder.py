@@ -61,9 +61,9 @@ def main() -> None:
     own = {tiles: seconds_of(tiles) for tiles in (1068, TILES)}
     programs = [(f"on eight devices, {way}", n, seconds_of(n, 8, way)) for n in own for way in ("ring", STRATEGY)]
     for n, seconds in own.items():
-        # Over the same on one device: what no attention could mend.
-        share = seconds_of(n, 8, NO_ATTENTION) / seconds_of(n, 1, NO_ATTENTION)
-        programs.append((f"on eight devices, {NO_ATTENTION}", n, share * seconds))
+        # Over the same on one device, to which its seconds are scaled: what no attention could mend.
+        ratio = seconds_of(n, 8, NO_ATTENTION) / seconds_of(n, 1, NO_ATTENTION)
+        programs.append((f"on eight devices, {NO_ATTENTION}", n, ratio * seconds))
     for kind, name in (("dense", "torch, dense attention"), ("branches", "torch, its fused attention on each branch")):
         programs.append((name, TILES, min(run_peer("torch_slide_encoder.py", TILES, kind, ROUNDS))))
     column = "processor time over that of one device"

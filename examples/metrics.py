@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 POSITIONS = "positions.csv"
+OF_POSITIONS = ("position", "bytes", "held_out_bits_per_byte", "step")
 COLUMNS = ("step", "loss", "bits_per_byte", "tokens_per_second", "held_out_bits_per_byte")
 
 Row = dict[str, float]
@@ -20,8 +21,8 @@ Row = dict[str, float]
 class Metrics:
     """The lines of a file, to which each step adds one: in memory they would grow with the run.
 
-    A run that was killed may have left lines of steps after its checkpoint, the last of them cut: these go. With a
-    folder for TensorBoard it gets the same figures.
+    A run that was killed may have left lines of steps after its checkpoint, the last of them cut: these go. So does the
+    file of positions beside it, if it is of another step. With a folder for TensorBoard it gets the same figures.
     """
 
     def __init__(self, path: Path, steps: int, tensorboard: Path | None = None) -> None:
@@ -31,12 +32,10 @@ class Metrics:
 
             self.writer = SummaryWriter(str(tensorboard), purge_step=steps + 1)
         rows = [row for row in self.read() if row["step"] <= steps] if steps else []
-        whole = path.with_suffix(".new")
-        with whole.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)  # pyright: ignore[reportArgumentType]
-        whole.replace(path)
+        _write(path, COLUMNS, rows)
+        positions = path.with_name(POSITIONS)
+        if positions.exists() and any(row["step"] != steps for row in read_positions(path.parent)):
+            positions.unlink()
 
     def add(self, row: Row, scores: np.ndarray | None = None) -> None:
         """Adds the line of a step; the scores, if any, are the held-out bits and the bytes by position [2, n]."""
@@ -48,7 +47,13 @@ class Metrics:
                     self.writer.add_scalar(name, value, int(row["step"]))
             self.writer.flush()
         if scores is not None:
-            _write_positions(self.path.parent, *scores)
+            # Entry i of [n] holds the positions from 2**i on.
+            rows: list[Row] = []
+            for i in np.flatnonzero(scores[1]):
+                bits, count = map(float, scores[:, i])
+                values = 2 ** int(i), int(count), bits / count, row["step"]
+                rows.append(dict(zip(OF_POSITIONS, values, strict=True)))
+            _write(self.path.with_name(POSITIONS), OF_POSITIONS, rows)
 
     def read(self) -> list[Row]:
         """Returns the whole lines, those of a run that this one continues among them."""
@@ -58,24 +63,29 @@ class Metrics:
         return [row | {"step": int(row["step"])} for row in rows]
 
 
-def _write_positions(folder: Path, bits: np.ndarray, count: np.ndarray) -> None:
-    with (folder / POSITIONS).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("position", "bytes", "held_out_bits_per_byte"))
-        # Entry i of [n] holds the positions from 2**i on.
-        writer.writerows((2**i, int(count[i]), bits[i] / count[i]) for i in np.flatnonzero(count))
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Writes a file that is whole whenever it is read."""
+    whole = path.with_suffix(".new")
+    with whole.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)  # pyright: ignore[reportArgumentType]
+    whole.replace(path)
 
 
 def read_positions(folder: Path) -> list[Row]:
-    """Returns the held-out bits per byte of a run by the position in the document, each row up to that of the next.
+    """Returns the held-out bits per byte of a run by the position in the document.
+
+    Each row holds the positions from its own up to that of the next; a document's first byte is at position 1.
 
     Raises:
       ValueError: if the folder is not that of a run which has got to an evaluation.
     """
-    if not (folder / POSITIONS).exists():
-        raise ValueError(f"{folder} has no {POSITIONS}: give the --out of a run that has ended")
-    with (folder / POSITIONS).open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    path = folder / POSITIONS
+    rows = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+    if not rows or set(rows[0]) != set(OF_POSITIONS):
+        raise ValueError(f"{folder} has no {POSITIONS} of a run: give the --out of one that has got to an evaluation")
+    return [{name: float(value) for name, value in row.items()} for row in rows]
 
 
 def plot(path: Path, rows: list[Row], yardsticks: Mapping[str, float], positions: Mapping[str, list[Row]]) -> None:

@@ -7,7 +7,7 @@ Whole files are packed into sequences as documents, which do not attend to each 
 - `python examples/train_lm.py --distributed`: as one of several processes; all of them see the same --out.
 - `python examples/train_lm.py --resume`: from the last checkpoint on.
 - `python examples/train_lm.py --sample "def main("`: continues a prompt with the last checkpoint.
-- `python examples/train_lm.py --compare runs/other`: shows beside another run's how well it predicts by position.
+- `python examples/train_lm.py --compare runs/other`: draws its held-out bits by position beside another run's.
 
 Wrong input ends it with exit code 2 before anything is compiled, a run that cannot go on with exit code 1.
 """
@@ -41,7 +41,7 @@ from corpus import (
 from distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from metrics import COLUMNS, Metrics, Row, plot, read_positions
+from metrics import COLUMNS, POSITIONS, Metrics, Row, plot, read_positions
 from tqdm import tqdm
 from training import State, Trainer, define_model, first_not_finite, make_trainer
 
@@ -70,7 +70,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
     add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
     add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
-    add("--compare", type=Path, metavar="FOLDER", help="the --out of another run, to draw beside this one")
+    add(
+        "--compare",
+        type=Path,
+        metavar="FOLDER",
+        help="the --out of another run on the same text, to draw beside this one",
+    )
     add("--profile", action="store_true", help="write a profile of three steps, from the third on, under --out")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard, too, under --out")
     add("--debug-nans", action="store_true", help="stop at the first tensor with a NaN or an infinity, and name it")
@@ -189,13 +194,16 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
             progress.set_postfix(loss=f"{loss:.3f}", bits=f"{row['bits_per_byte']:.3f}", tokens_per_s=f"{speed:.0f}")
         checkpoints.wait()
     if metrics and (rows := metrics.read()):
-        report(arguments, rows, yardsticks)
+        report(arguments.out, rows, yardsticks, arguments.compared)
 
 
-def report(arguments: argparse.Namespace, rows: list[Row], yardsticks: dict[str, float]) -> None:
+def report(out: Path, rows: list[Row], yardsticks: dict[str, float], compared: dict[str, list[Row]]) -> None:
     """Draws what the run has written, and prints its end."""
-    runs = [arguments.out, *([arguments.compare] if arguments.compare else [])]
-    plot(arguments.out / "loss.png", rows, yardsticks, {run.name: read_positions(run) for run in runs})
+    own = read_positions(out) if (out / POSITIONS).exists() else []  # none where it was at its end when it began
+    plot(out / "loss.png", rows, yardsticks, {str(out): own, **compared})
+    sizes = lambda positions: [row["bytes"] for row in positions]
+    if own and any(sizes(own) != sizes(other) for other in compared.values()):
+        print("--compare is of a run on other held-out text: its bits by position cannot be compared")
     figures = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks.items())
     print(f"held-out bits per byte: {figures}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
 
@@ -211,7 +219,8 @@ def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array
 def make_evaluation(trainer: Trainer, batches: list[list[jax.Array]]) -> Callable[[State], np.ndarray]:
     """Returns a function that gives the bits and the bytes of these batches by position [2, n]."""
     to_bits = np.array([[1 / math.log(2)], [1.0]])
-    return lambda state: sum(np.asarray(trainer.held_out(state.params, *batch)) for batch in batches) * to_bits
+    score = lambda params, batch: np.asarray(trainer.held_out(params, *batch), np.float64)
+    return lambda state: sum(score(state.params, batch) for batch in batches) * to_bits
 
 
 def open_checkpoints(arguments: argparse.Namespace, corpus: Corpus | None = None) -> Checkpoints:
@@ -270,8 +279,11 @@ def run(arguments: argparse.Namespace) -> None:
             "--width": (arguments.width, ("fsdp",)),
         },
     )
+    arguments.compared = {}  # read before hours of training: a folder without is an error
     if arguments.compare is not None:
-        read_positions(arguments.compare)  # a folder without is an error before hours of training
+        if arguments.compare.resolve() == arguments.out.resolve():
+            raise ValueError(f"--compare {arguments.compare} is --out, too: give another run's")
+        arguments.compared = {str(arguments.compare): read_positions(arguments.compare)}
     arguments.out.mkdir(parents=True, exist_ok=True)
     with jax.set_mesh(mesh):
         if arguments.sample is not None:

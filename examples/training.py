@@ -80,19 +80,19 @@ def make_trainer(arguments: argparse.Namespace, mesh: Mesh) -> Trainer:
         jax.eval_shape(init),
         shardings,
     )
-    held_out = jax.jit(lambda *of_batch: by_position(predict(*of_batch)[0], of_batch[-1]), out_shardings=whole)
+    held_out = jax.jit(lambda params, *batch: by_position(predict(params, *batch)[0], batch[-1]), out_shardings=whole)
     return Trainer(jax.jit(init, out_shardings=shardings), step, held_out, abstract)
 
 
 def by_position(losses: jax.Array, document_ids: jax.Array) -> jax.Array:
     """Returns the sums of the losses [B, T] and how many they are, by the position in the document: [2, n].
 
-    Column i holds the positions from 2**i on, column 0 the first too.
+    A document's first token is at position 1. Column i holds the positions from 2**i up to 2**(i + 1) - 1.
     """
     index = jnp.arange(losses.shape[1])
     begins = jnp.diff(document_ids, axis=1, prepend=PADDING - 1) != 0
-    position = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)  # [B, T]
-    column = jnp.iinfo(position.dtype).bits - 1 - jax.lax.clz(jnp.maximum(position, 1))
+    position = index + 1 - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)  # [B, T]
+    column = jnp.iinfo(position.dtype).bits - 1 - jax.lax.clz(position)  # log2, rounded down
     columns = jax.nn.one_hot(column, losses.shape[1].bit_length())  # [B, T, n]
     weights = jnp.where(document_ids != PADDING, jnp.stack([losses, jnp.ones_like(losses)]), 0.0)  # [2, B, T]
     return jnp.einsum("cbt,btn->cn", weights, columns, precision="highest")

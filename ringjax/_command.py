@@ -13,8 +13,10 @@ from ringjax._pattern import DilatedPattern
 from ringjax._planner import FEATURES, Comparison, plan
 
 _UNITS = {"k": 2**10, "m": 2**20}
-# What an argument of `plan` is called here, where that is not its own name with dashes.
-_FLAGS = {"num_tokens": "tokens", "num_heads": "heads", "num_kv_heads": "kv-heads"}
+# What the arguments of `plan` are called here.
+_FLAGS = {"num_tokens": "--tokens", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "is_causal": "--causal"}
+_OWN = "head_dim", "value_dim", "batch_size", "dtype", "features", "mesh", "axis_name", "node_size", "device"
+_FLAGS |= {name: "--" + name.replace("_", "-") for name in (*_OWN, "exchange_size")}
 
 
 def count_of(text: str) -> int:
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _in_flags(message: str) -> str:
     """Names the options of the command in place of the arguments of `plan`, such as --batch-size 3 of batch_size=3."""
-    return re.sub(r"\b([a-z]\w*)=", lambda found: f"--{_FLAGS.get(found[1], found[1].replace('_', '-'))} ", message)
+    return re.sub(rf"\b({'|'.join(_FLAGS)})=", lambda found: f"{_FLAGS[found[1]]} ", message)
 
 
 def print_plan(options: argparse.Namespace) -> None:

@@ -196,7 +196,7 @@ def _padded(work: Work, lanes: int) -> Work:
 def _memory(work: Work, branches: Schedules, has_gradient: bool) -> int:
     """The bytes that are there at once: arguments, results, sums of branches, and what the largest branch needs.
 
-    Compilers copy more, or less, and reuse what they can.
+    Compilers also copy, which is not counted, and reuse what is no longer needed.
     """
     tokens = max(branch.of_devices().queries.shard_length for branch in branches) * work.batch
     keys = max(branch.of_devices().keys.shard_length for branch in branches) * work.batch * work.local_heads(1)

@@ -271,8 +271,8 @@ def check_sinks(sinks: Any) -> None:
     """
     if not isinstance(sinks, bool):
         raise TypeError(
-            f"sinks of the module is of type {type(sinks).__name__}: pass True, with sinks_init for what they begin "
-            "with, and sinks of other places in the call"
+            f"sinks must be True or False, not of {type(sinks)}: for a parameter pass True and sinks_init, and give an "
+            "array of sinks to the call"
         )
 
 

@@ -206,11 +206,11 @@ def find_mesh(
 class MeshWarning(UserWarning):
     """A mesh is there, and its devices would all compute the same.
 
-    A program that shall rather end than waste them makes an error of it:
+    To stop instead of wasting devices, make the warning an error:
 
     Example:
       >>> import warnings
-      >>> warnings.simplefilter("error", MeshWarning)
+      >>> warnings.simplefilter("error", MeshWarning)  # for the rest of the program
       >>> query = jnp.ones((1, 16, 2, 8))
       >>> with jax.set_mesh(jax.make_mesh((8,), ("context",))):  # axis_name="context" is the remedy
       ...     ringjax.ring_dilated_attention(query, query, query, segment_lengths=(16,), dilation_rates=(1,))

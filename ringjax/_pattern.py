@@ -214,11 +214,11 @@ class DilatedPattern:
 class ReachWarning(UserWarning):
     """Most queries of a pattern see nothing beyond their smallest branch.
 
-    A program that shall not train such a pattern makes an error of it; :meth:`DilatedPattern.reach` says the share.
+    To stop instead of training such a pattern, make the warning an error. :meth:`DilatedPattern.reach` says the share.
 
     Example:
       >>> import warnings
-      >>> warnings.simplefilter("error", ReachWarning)
+      >>> warnings.simplefilter("error", ReachWarning)  # for the rest of the program
       >>> query = jnp.ones((1, 64, 2, 8))
       >>> pattern = Segments(4), Segments(64, rate=8)  # 2 heads keep 2 tokens of 8
       >>> ringjax.ring_dilated_attention(query, query, query, pattern=pattern)  # doctest: +ELLIPSIS

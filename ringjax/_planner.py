@@ -131,7 +131,7 @@ class Comparison:
             "strategies": self.rows,
             "implementations": self.implementations,
             "share_that_sees_beyond": self.reach.in_any_head,
-            "share_that_sees_beyond_in_a_head": float(self.reach.beyond.mean()),
+            "mean_share_of_a_head": float(self.reach.beyond.mean()),
             "recommended": self.best.strategy,
             "recommendation": self.recommendation,
             "call": self.example,
@@ -145,8 +145,8 @@ class Comparison:
         call, machine = self.call, self.machine
         what = "forward and gradient" if self.has_gradient else "forward"
         title = (
-            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}. A device has "
-            f"{_heads_of(call.work)} in {8 * call.work.itemsize} bits.\n"
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
+            f"A device has its part of {_heads_of(call)}, in {call.request.query.dtype}.\n"
             "Times are bounds: products at the peak rate, links at full rate."
         )
         columns = {
@@ -174,15 +174,16 @@ class Comparison:
         if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
             served.append(
                 f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
-                f"and {self.reach.beyond.mean():.0%} in each head."
+                f"and {self.reach.beyond.mean():.0%} do in a head on average."
             )
         return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
 
 
-def _heads_of(work: Work) -> str:
+def _heads_of(call: Call) -> str:
+    work = call.work
     widths = f"{work.width}" if work.width == work.value_width else f"{work.width} and {work.value_width}"
     sequences = f"{work.batch} sequence{'s' if work.batch > 1 else ''}"
-    return f"{sequences} of {work.num_heads} heads of width {widths}"
+    return f"{sequences}, with {work.num_heads} query and {work.local_heads(1)} key/value heads of width {widths}"
 
 
 def compare(call: Call, machine: Machine, has_gradient: bool = True) -> Comparison:

@@ -87,6 +87,7 @@ class RingDilatedAttention(nnx.Module):
     Raises:
       ValueError: for a wrong pattern, heads that do not divide, an odd head width with `rope_theta`, a dropout rate
         outside [0, 1), or decoding that is not causal.
+      TypeError: for arguments of another type, such as an array of `sinks`, which the call takes.
 
     Example:
       >>> from flax import nnx

@@ -27,6 +27,7 @@ jax.config.update("jax_enable_x64", True)
 # The modules with shapes in their annotations; of the rest, integers, the type checker sees all that there is to see.
 SOURCES = (Path(__file__).parent.parent / "ringjax").glob("*.py")
 SHAPED = [f"ringjax.{path.stem}" for path in SOURCES if "from jaxtyping import" in path.read_text()]
+assert {"ringjax._attention", "ringjax._block", "ringjax.nn"} <= {*SHAPED}
 with install_import_hook(SHAPED, "beartype.beartype"):
     import ringjax  # noqa: F401
 

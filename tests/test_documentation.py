@@ -116,7 +116,7 @@ def test_every_public_name_is_in_the_reference():
 
 def test_commands_of_the_guide_to_scaling(capsys):
     text = (ROOT / "docs" / "scaling.md").read_text()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="0"):
         train_lm.parse_arguments(["--help"])
     known = capsys.readouterr().out
     commands = re.findall(r"train_lm\.py(.*(?:\\\n.*)*)", text) + re.findall(r"(?:args|command): (.*)", text)
@@ -127,7 +127,9 @@ def test_commands_of_the_guide_to_scaling(capsys):
 
 def test_commands_of_the_guide_to_planning(capsys):
     text = (ROOT / "docs" / "planning.md").read_text()
-    commands = re.findall(r"ringjax (plan (?:[^\n]*\\\n)*[^\n]*)", text) + re.findall(r"`ringjax (plan [^`]*)`", README)
+    commands = re.findall(r"^    ringjax (plan (?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE) + re.findall(
+        r"`ringjax (plan [^`]*)`", README
+    )
     assert len(commands) == 2
     for command in commands:
         assert main(command.replace("\\\n", " ").split()) == 0
@@ -156,7 +158,7 @@ def test_the_picture_is_that_of_its_code(tmp_path, monkeypatch, capsys):
         draw_pattern.main(draw_pattern.parse_arguments([str(path)]))
     for arguments, code in (([], 2), (["--help"], 0)):  # neither writes a file
         with pytest.raises(SystemExit) as ended:
-            draw_pattern.parse_arguments(arguments)
+            draw_pattern.main(draw_pattern.parse_arguments(arguments))
         assert (ended.value.code, [path.name for path in tmp_path.iterdir()]) == (code, ["pattern.svg"])
         assert "FILE" in "".join(capsys.readouterr())
     shapes = lambda text: sorted(re.findall(r"(?:fill|stroke): (#\w+)", text))

@@ -184,6 +184,20 @@ def test_explaining_says_what_was_warned_of_before():
         call()
 
 
+def test_what_a_device_holds():
+    """One dense branch on one device, in bfloat16: arguments, results, rows with cotangents, and sums in float32."""
+    size = {"num_tokens": 1024, "num_heads": 4, "mesh": 1}
+    held = lambda device, **more: plan([Segments(1024)], **size, **more, device=device).best.memory
+    numbers = 1024 * 4 * 128  # of queries, keys, values, outputs and each of their gradients
+    forward = numbers * (2 * (3 + 1) + 2 * 3 + 4)  # rows of queries, keys and values; sums of the output
+    assert held("v5p", head_dim=128, has_gradient=False) == forward
+    stats = 2 * 4 * 1024 * 4  # the lse and the sum of products of a row with its cotangent, for each head
+    assert held("v5p", head_dim=128) == numbers * (2 * (4 + 3) + 2 * 4 + 4 * 3) + stats
+    # TPUs pad the width of heads to 128, GPUs do not.
+    assert held("v5p", head_dim=64) == held("v5p", head_dim=128)
+    assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
+
+
 def test_the_same_call_is_served_the_same_way():
     mesh, arguments = make_mesh(seq=8), {"pattern": LONGNET, "is_causal": True}
     shape = jax.ShapeDtypeStruct((1, 4096, 8, 16), jnp.float32)

@@ -181,7 +181,7 @@ def test_modules_check_when_they_are_made(arguments, error, words, unchecked):
 
 
 def test_modules_are_told_whether_they_have_sinks(unchecked):
-    words = "sinks of the module is of type .*Array.*: pass True, with sinks_init"
+    words = "sinks must be True or False, not of .*Array.*: for a parameter pass True and sinks_init"
     with pytest.raises(TypeError, match=words):
         ringjax.RingDilatedAttention(4, 32, **PATTERN, sinks=jnp.zeros(4), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=words):

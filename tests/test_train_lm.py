@@ -6,7 +6,6 @@ import shutil
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_lm
@@ -35,16 +34,18 @@ def test_a_run_writes_all_that_it_promises(undisturbed):
 
 
 def test_losses_by_position():
-    """The position of a token is how many of its document come before it; padding is none."""
+    """The first token of a document is at position 1; padding is none."""
     document_ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, -1], [3, -1, 4, 4, -1, -1, -1, -1, -1, -1]])
     losses = np.random.default_rng(0).normal(size=document_ids.shape)
     expected = np.zeros((2, 4))
     for row, ids in enumerate(document_ids):
         for token, document in enumerate(ids):
             if document != PADDING:
-                column = max(int(np.sum(ids[:token] == document)), 1).bit_length() - 1
+                column = int(np.sum(ids[: token + 1] == document)).bit_length() - 1
                 expected[:, column] += losses[row, token], 1
-    np.testing.assert_allclose(by_position(jnp.asarray(losses), jnp.asarray(document_ids)), expected, rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(by_position)(losses, document_ids), expected, rtol=1e-12)
+    with jax.enable_x64(False):
+        np.testing.assert_allclose(jax.jit(by_position)(losses, document_ids), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2,data=2,fsdp=2"])
@@ -55,6 +56,10 @@ def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
     assert ended.code == 0, ended.stderr
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == (mesh == "seq=1")
     np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), rtol=2e-4)
+    for found, expected in zip(read_positions(tmp_path), read_positions(undisturbed), strict=True):
+        assert found == pytest.approx(expected, rel=2e-3)
+        assert found["bytes"] == expected["bytes"]
+    assert "cannot be compared" not in ended.stdout
 
 
 def test_a_sample_continues_its_prompt(runs, undisturbed, tmp_path):
@@ -110,7 +115,7 @@ def refused(text, tmp_path, monkeypatch, capsys):
         ("--data /nowhere", "--data /nowhere is no file, and no folder with files: give one of these"),
         ("--sequence-length 10000000", "give more text with --data, or a smaller --sequence-length"),
         ("--resume", "there is no checkpoint in"),
-        ("--compare nowhere", "nowhere has no positions.csv: give the --out of a run that has ended"),
+        ("--compare nowhere", "nowhere has no positions.csv of a run: give the --out of one that has"),
         ("--sample x --distributed", "--sample runs in one process: leave --distributed out"),
         ("--distributed --num-processes 3 --process-index 0", "could not join the other processes"),
     ],
