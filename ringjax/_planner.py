@@ -131,7 +131,7 @@ class Comparison:
             "strategies": self.rows,
             "implementations": self.implementations,
             "share_that_sees_beyond": self.reach.in_any_head,
-            "mean_share_of_a_head": float(self.reach.beyond.mean()),
+            "share_that_sees_beyond_per_head": float(self.reach.beyond.mean()),
             "recommended": self.best.strategy,
             "recommendation": self.recommendation,
             "call": self.example,
@@ -146,7 +146,7 @@ class Comparison:
         what = "forward and gradient" if self.has_gradient else "forward"
         title = (
             f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
-            f"A device has its part of {_heads_of(call)}, in {call.request.query.dtype}.\n"
+            f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.\n"
             "Times are bounds: products at the peak rate, links at full rate."
         )
         columns = {
@@ -179,7 +179,7 @@ class Comparison:
         return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
 
 
-def _heads_of(call: Call) -> str:
+def _sizes(call: Call) -> str:
     work = call.work
     widths = f"{work.width}" if work.width == work.value_width else f"{work.width} and {work.value_width}"
     sequences = f"{work.batch} sequence{'s' if work.batch > 1 else ''}"
