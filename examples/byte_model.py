@@ -17,8 +17,8 @@ NUM_BYTES = 256
 # A token is its byte, and numbers of the last 2, 3, 4 and 6 bytes, so that the model need not learn to look them up (as
 # in arXiv 2412.09871). Many of these share a number.
 NGRAMS = 2, 3, 4, 6
-NUM_BITS = 14
-NUM_OF_NGRAM = 2**NUM_BITS
+NGRAM_BITS = 14
+NUM_OF_NGRAM = 2**NGRAM_BITS
 _WIDTH_OF_NGRAM = 32
 NUM_FEATURES = 1 + len(NGRAMS)
 
@@ -33,7 +33,7 @@ def features(text: np.ndarray) -> np.ndarray:
         for byte in reversed(last[:size]):
             number = number * np.uint64(NUM_BYTES) + byte
         # Multiplicative hashing: the upper bits of the product depend on all bytes.
-        number = number * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - NUM_BITS)
+        number = number * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(64 - NGRAM_BITS)
         numbers.append(number + np.uint64(count * NUM_OF_NGRAM))
     return np.stack(numbers, axis=-1).astype(np.int32)
 
@@ -101,7 +101,7 @@ class ByteModel(nnx.Module):
     """Predicts each next byte from the bytes before it.
 
     Its parameters carry the mesh axes "fsdp" and "tensor" that they are sharded over; `spec` says over which axes
-    tokens [B, T] are.
+    tokens [B, T] are. Of the numbers of the last bytes it tells `2**ngram_bits` apart, at most `2**NGRAM_BITS`.
     """
 
     def __init__(
@@ -113,10 +113,12 @@ class ByteModel(nnx.Module):
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         dtype: Any,
+        ngram_bits: int = NGRAM_BITS,
         spec: P | None = None,
         rngs: nnx.Rngs,
     ):
         self.spec = spec
+        self.bits_left_out = NGRAM_BITS - ngram_bits
         initializer = sharded(("fsdp", "tensor"), None, initializer=nnx.initializers.normal(0.02))
         table = functools.partial(
             nnx.Embed,
@@ -126,7 +128,7 @@ class ByteModel(nnx.Module):
             rngs=rngs,
         )
         self.embedding = table(NUM_BYTES, width)
-        self.ngrams = table(len(NGRAMS) * NUM_OF_NGRAM, _WIDTH_OF_NGRAM)
+        self.ngrams = table(len(NGRAMS) * 2**ngram_bits, _WIDTH_OF_NGRAM)
         self.join = nnx.Linear(
             len(NGRAMS) * _WIDTH_OF_NGRAM,
             width,
@@ -145,7 +147,7 @@ class ByteModel(nnx.Module):
 
         The options are the attention's, such as `document_ids`, or `decode` and `prefill` after `init_cache`.
         """
-        ngrams = lay(self.ngrams(tokens[..., 1:]), self.spec)  # [B, T, n, W]
+        ngrams = lay(self.ngrams(tokens[..., 1:] >> self.bits_left_out), self.spec)  # [B, T, n, W]
         hidden = self.embedding(tokens[..., 0]) + self.join(ngrams.reshape(*ngrams.shape[:2], -1))  # [B, T, D]
         hidden = lay(hidden, self.spec)
         for block in self.blocks:

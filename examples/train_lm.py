@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from byte_model import NGRAMS, ByteModel, features
+from byte_model import NGRAM_BITS, NGRAMS, ByteModel, features
 from checkpoints import Checkpoints, RunError
 from corpus import (
     SEPARATOR,
@@ -46,7 +46,7 @@ from tqdm import tqdm
 from training import State, Trainer, define_model, first_not_finite, make_trainer
 
 # What a run may not change when it is resumed: the model, and which batch each step takes.
-MODEL = ("width", "layers", "heads", "segment_lengths", "dilation_rates")
+MODEL = ("width", "layers", "heads", "ngram_bits", "segment_lengths", "dilation_rates")
 DATA = ("seed", "batch_size", "sequence_length")
 
 
@@ -63,6 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=positive, default=128, help="width of the model")
     add("--layers", type=positive, default=3, help="layers of the model")
     add("--heads", type=positive, default=8, help="attention heads")
+    add("--ngram-bits", type=ngram_bits, default=NGRAM_BITS, help="2 to these are the rows of a table of last bytes")
     add("--segment-lengths", type=integers, default=(256, 2048, 8192), help="of the pattern's branches")
     add("--dilation-rates", type=integers, default=(1, 4, 8), help="of the pattern's branches")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
@@ -115,6 +116,13 @@ def positive(text: str) -> int:
     """Parses a positive number."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def ngram_bits(text: str) -> int:
+    """Parses a number of bits of those that tokens have."""
+    if positive(text) > NGRAM_BITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the {NGRAM_BITS} bits that tokens have")
     return int(text)
 
 

@@ -107,6 +107,7 @@ def make_model(arguments: argparse.Namespace, spec: P | None = None) -> ByteMode
         segment_lengths=arguments.segment_lengths,
         dilation_rates=arguments.dilation_rates,
         dtype=jnp.dtype(arguments.dtype),
+        ngram_bits=arguments.ngram_bits,
         spec=spec,
         rngs=nnx.Rngs(arguments.seed),
     )

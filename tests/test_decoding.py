@@ -154,7 +154,7 @@ def test_a_model_decodes_the_logits_of_its_full_forward(pattern, num_layers):
     """A prompt on the mesh, then byte by byte; a pattern that the example lets through as it is."""
     pattern = {name: PATTERNS[pattern][name] for name in ("segment_lengths", "dilation_rates")}
     sizes = {"width": 16, "num_layers": num_layers, "num_heads": 2}
-    model = ByteModel(**sizes, **pattern, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = ByteModel(**sizes, **pattern, ngram_bits=8, dtype=jnp.float32, rngs=nnx.Rngs(0))
     text = np.random.default_rng(1).integers(0, 256, (BATCH, LENGTH + max(NGRAMS) - 1))
     tokens = jnp.asarray(np.stack(list(map(features, text))))  # [B, T, 5]
     expected = call(model, tokens)

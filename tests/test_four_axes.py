@@ -19,7 +19,7 @@ from benchmarks.programs import gathers, has_dimension
 
 BATCH, LENGTH = 12, 2 * 509  # which no product of what a device holds is
 OPTIONS = f"--sequence-length {LENGTH} --batch-size {BATCH} --segment-lengths 509,{LENGTH} --dilation-rates 1,4"
-OPTIONS += " --layers 1 --heads 6 --width 96"
+OPTIONS += " --layers 1 --heads 6 --width 96 --ngram-bits 8"
 
 
 def compile_training_step(mesh, options, compiler_options=()):

@@ -6,12 +6,14 @@ import shutil
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_lm
-from byte_model import NGRAMS, NUM_FEATURES, NUM_OF_NGRAM, features
+from byte_model import NGRAM_BITS, NGRAMS, NUM_FEATURES, NUM_OF_NGRAM, ByteModel, features
 from corpus import PADDING, Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows, zlib_bits
 from distribution import parse_mesh
+from flax import nnx
 from metrics import read_positions
 from training import Tensors, by_position, first_not_finite
 
@@ -109,6 +111,7 @@ def refused(text, tmp_path, monkeypatch, capsys):
         ("--heads 3 --width 33 --mesh tensor=2", "--heads 3 does not divide over tensor, 2 devices"),
         ("--heads 3", "qkv_features=32 does not divide over num_heads=3"),
         ("--dilation-rates 1", "segment_lengths=(32, 256)"),
+        ("--ngram-bits 15", "'15' is more than the 14 bits that tokens have"),
         ("--steps 0", "'0' is no positive whole number"),
         ("--learning-rate -1", "'-1' is no positive number"),
         ("--learning-rate nan", "'nan' is no positive number"),
@@ -134,7 +137,7 @@ def test_a_run_that_goes_on_reads_its_flags(undisturbed, tmp_path, monkeypatch):
         train_lm.main(["--out", str(folder), *options])
     small = train_lm.parse_arguments(SMALL.split())
     for arguments in seen:
-        for name in ("width", "layers", "segment_lengths", "dilation_rates", "batch_size", "sequence_length", "seed"):
+        for name in {*train_lm.MODEL, *train_lm.DATA} - {"heads"}:
             assert getattr(arguments, name) == getattr(small, name)
     assert [arguments.heads for arguments in seen] == [2, 2, 4]
 
@@ -283,6 +286,18 @@ def test_the_numbers_of_the_last_bytes():
     pairs = np.stack(np.meshgrid(np.arange(64), np.arange(64)), axis=-1).reshape(-1, 2)
     numbers = {int(features(np.array([0, 0, 0, 0, *pair], np.uint8))[0, 1]) for pair in pairs}
     assert len(numbers) > 2000
+
+
+def test_a_smaller_model_tells_fewer_numbers_apart():
+    """Of each number its upper bits, in tables of their own."""
+    sizes = {"width": 16, "num_layers": 1, "num_heads": 2, "segment_lengths": (16,), "dilation_rates": (1,)}
+    model = ByteModel(**sizes, ngram_bits=NGRAM_BITS - 3, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    assert model.ngrams.num_embeddings == len(NGRAMS) * NUM_OF_NGRAM // 8
+    tokens = jnp.asarray(features(np.random.default_rng(0).integers(0, 256, 21, np.uint8)))[None]  # [1, T, 5]
+    logits = lambda ngrams: model(tokens.at[..., 1:].set(ngrams))
+    same, other = tokens[..., 1:] // 8 * 8, tokens[..., 1:] ^ 8
+    np.testing.assert_array_equal(logits(tokens[..., 1:]), logits(same))
+    assert (jnp.abs(logits(same) - logits(other)).max(axis=-1) > 0).all()
 
 
 def test_the_first_tensor_that_is_not_finite_is_named():
