@@ -129,18 +129,18 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
     keys = jax.tree.map(fold.keys, keys)
 
     def tile_of_queries(partials, tile):
-        index, query, query_mask, (first, cases) = tile
+        index, query, query_mask, met = tile
 
         def tile_of_keys(j, partial):
-            tile, tile_mask = _at((keys, key_mask), j if first is None else first + j)
+            tile, tile_mask = _at((keys, key_mask), j if met.first is None else met.first + j)
             kept = _kept(query_mask, tile_mask, weighting)
             scores = lambda: _scores(query, tile.key, weighting)
             add = lambda partial, scores: _add_scores(partial, scores, tile.value, kept, weighting)
             cut = lambda partial: add(partial, masked(scores(), query_mask, tile_mask))
             whole = lambda partial: add(partial, scores())
-            return jax.lax.switch(_at(cases, j + 2), (lambda partial: partial, cut, whole), partial)
+            return jax.lax.switch(_at(met.cases, j), (lambda partial: partial, cut, whole), partial)
 
-        partial = jax.lax.fori_loop(cases[0], cases[1], tile_of_keys, _at(partials, index))
+        partial = jax.lax.fori_loop(met.start, met.stop, tile_of_keys, _at(partials, index))
         return _put_at(partials, index, partial), None
 
     indices = jnp.arange(query.shape[0], dtype=jnp.int32)
@@ -265,23 +265,23 @@ def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, gra
     keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
 
     def tile_of_keys(grads, tile):
-        index, keys, key_mask, (first, cases) = tile
+        index, keys, key_mask, met = tile
 
         def tile_of_queries(i, grads):
             query_grads, key_grad, value_grad = grads
-            number = i if first is None else first + i
+            number = i if met.first is None else met.first + i
             tile, tile_mask, query_grad = _at((queries, query_mask, query_grads), number)
             kept = _kept(tile_mask, key_mask, weighting)
             mask = lambda scores: masked(scores, tile_mask, key_mask)
             zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
             cut = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
             whole = lambda: _tile_gradients(tile, keys, lambda scores: scores, kept, weighting)
-            dq, dk, dv = jax.lax.switch(_at(cases, i + 2), (zeros, cut, whole))
+            dq, dk, dv = jax.lax.switch(_at(met.cases, i), (zeros, cut, whole))
             return _put_at(query_grads, number, query_grad + dq), key_grad + dk, value_grad + dv
 
         query_grads, *keys_grads = grads
         grads = query_grads, *_at(keys_grads, index)
-        query_grads, *keys_grad = jax.lax.fori_loop(cases[0], cases[1], tile_of_queries, grads)
+        query_grads, *keys_grad = jax.lax.fori_loop(met.start, met.stop, tile_of_queries, grads)
         return (query_grads, *_put_at(keys_grads, index, keys_grad)), None
 
     indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)

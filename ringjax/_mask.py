@@ -21,6 +21,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 EMPTY = jnp.iinfo(jnp.int32).max, -1
 
 
+class Met(NamedTuple):
+    """What each tile meets: some tiles `start..stop` of its group, and the case of each tile of the group.
+
+    `first` is the number of the group's first tile: None where all are of one group.
+    """
+
+    first: Any
+    start: Int[Array, "I"]
+    stop: Int[Array, "I"]
+    cases: Int[Array, "I J"]
+
+
 class Visits(NamedTuple):
     """Which tiles of queries and of keys meet, and which of these no mask cuts; tiles of other groups never meet."""
 
@@ -29,21 +41,18 @@ class Visits(NamedTuple):
 
     NOTHING, CUT, WHOLE = range(3)  # the cases of two tiles
 
-    def of_queries(self) -> tuple[Any, Int[Array, "I J"]]:
-        """Returns for each tile of queries what it meets: `start`, `stop`, and the case of each tile of its group.
-
-        It may meet the tiles `start..stop` of the group, whose first is also returned: None where all are of one group.
-        """
+    def of_queries(self) -> Met:
+        """Returns what each tile of queries meets."""
         groups, rows, tiles = self.meets.shape
         number = jax.lax.broadcasted_iota(jnp.int32, self.meets.shape, 2)
-        start = jnp.where(self.meets, number, tiles).min(axis=2, keepdims=True)
-        stop = jnp.where(self.meets, number + 1, 0).max(axis=2, keepdims=True)  # before the start where nothing meets
+        start = jnp.where(self.meets, number, tiles).min(axis=2)
+        stop = jnp.where(self.meets, number + 1, 0).max(axis=2)  # before the start where nothing meets
         cases = self.meets.astype(jnp.int32) + (self.meets & self.is_whole)
         first = None if groups == 1 else np.repeat(np.arange(groups, dtype=np.int32) * tiles, rows)
-        return first, jnp.concatenate([start, stop, cases], axis=2).reshape(groups * rows, tiles + 2)
+        return Met(first, start.reshape(-1), stop.reshape(-1), cases.reshape(groups * rows, tiles))
 
-    def of_keys(self) -> tuple[Any, Int[Array, "J I"]]:
-        """Returns for each tile of keys what `of_queries` does for those of queries."""
+    def of_keys(self) -> Met:
+        """Returns what each tile of keys meets."""
         return self.transposed().of_queries()
 
     def transposed(self) -> "Visits":

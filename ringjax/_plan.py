@@ -181,7 +181,7 @@ class Plan:
         return jax.lax.ppermute(arrays, self.placement.axis_name, self.exchange.pairs(permutation))
 
     def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
-        """Gives the second half of the tiles to the partner, and sorts what is then here: as it will be computed."""
+        """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
         return self._sort(branch, self._give(branch, tiles)) if branch.is_balanced else tiles
 
     def swap_back(self, branch: BranchSchedule, tiles: Any) -> Any:
@@ -192,22 +192,22 @@ class Plan:
         permutation = branch.swap_permutation()
 
         def give(array: Array) -> Array:
-            own, given = self._halves(branch, array)
-            return self._join(branch, own, self._permute(given, permutation))
+            _, given = self._halves(branch, array)
+            taken, axis = self._permute(given, permutation), self.implementation(branch).slots_axis
+            return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
 
         return jax.tree.map(give, tiles)
 
     def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
-        is_late = branch.is_late(self.exchange.shard)
-        flip = lambda array: self._join(branch, *self._halves(branch, array)[::-1])
+        if not branch.sorts_halves:
+            return tiles
+        is_late, axis = branch.is_late(self.exchange.shard), self.implementation(branch).slots_axis
+        flip = lambda array: jax.lax.concatenate(self._halves(branch, array)[::-1], axis)
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
     def _halves(self, branch: BranchSchedule, array: Array) -> Sequence[Array]:
         axis = self.implementation(branch).slots_axis
         return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
-
-    def _join(self, branch: BranchSchedule, *halves: Array) -> Array:
-        return jax.lax.concatenate(halves, self.implementation(branch).slots_axis)
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them, in order."""

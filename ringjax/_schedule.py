@@ -54,8 +54,9 @@ class BranchSchedule:
 
     In a union, pairs of the `earlier` branches are left out: their numbers and themselves. A shard is `exchange_size`
     consecutive devices, which exchanged tokens for heads, or rows of the branch alone where it `exchanges_rows`. The
-    `strategy` is how rows meet, the `implementation` what computes them; `tile_rows` are the most rows of its tiles of
-    queries and of keys, where these do not end with chunks.
+    `strategy` is how rows meet, the `implementation` what computes them, with the two halves of balanced shards sorted
+    where it `sorts_halves`; `tile_rows` are the most rows of its tiles of queries and of keys, where these do not end
+    with chunks.
     """
 
     branch: Branch
@@ -70,6 +71,7 @@ class BranchSchedule:
     earlier: tuple[tuple[int, Branch], ...] = ()
     exchange_size: int = 1
     exchanges_rows: bool = False
+    sorts_halves: bool = False
     strategy: str = "ring"
     implementation: str = "xla"
     tile_rows: tuple[int, int] | None = None
@@ -182,9 +184,10 @@ class BranchSchedule:
 
     # Balance: in a causal ring a later shard has more keys to see, in each step all or nothing. So each shard cuts its
     # slots in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 - j. It
-    # then has the halves 2j and 2(g-1-j) + 1, in order. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is
-    # after 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole
-    # halves, in the first one whole half and two triangles.
+    # then has the halves 2j and 2(g-1-j) + 1. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is after
+    # 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole halves,
+    # in the first one whole half and two triangles. Where masks tell positions, the order of the halves is nothing to
+    # them; kernels that tell rows by their places have them sorted.
 
     @property
     def is_balanced(self) -> bool:
@@ -206,6 +209,8 @@ class BranchSchedule:
         if not self.is_balanced:
             return shard, slot
         half = self.queries.num_slots // 2
+        if not self.sorts_halves:
+            return shard + (slot >= half) * (self.partner(shard) - shard), slot
         is_swapped = (slot >= half) != self.is_late(shard)
         return shard + is_swapped * (self.partner(shard) - shard), remainder(slot, half) + is_swapped * half
 

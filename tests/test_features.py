@@ -344,12 +344,10 @@ def test_blocks_whose_documents_do_not_meet_are_skipped():
     assert visits.meets.sum(axis=(1, 2)).tolist() == [4 * 3, 2 * 10, 36]
     assert visits.is_whole.sum(axis=(1, 2)).tolist() == [4 * 1, 2 * 6, 28]
     for of_tiles in (visits.of_queries(), visits.of_keys()):  # what forward and backward see
-        start, stop = of_tiles[1][:, :2].T
-        assert int((stop - start).sum()) == int(visits.meets.sum())
+        assert int((of_tiles.stop - of_tiles.start).sum()) == int(visits.meets.sum())
     # From the first to the last tile that meets, those in between are left out by their case.
     mixed = np.where(np.arange(128) // 16 % 2, 1, 2)[None]
-    _, cases = visits_of(mixed).of_queries()
-    (start, stop), cases = cases[:, :2].T, cases[:, 2:]
+    _, start, stop, cases = visits_of(mixed).of_queries()
     assert (start.tolist(), stop.tolist()) == ([0, 1] + [0, 1] * 3, list(range(1, 9)))
     assert int((cases > 0).sum()) == 2 * 10
     padding = np.full((1, 128), -1)
