@@ -117,7 +117,8 @@ def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMa
     )
 
 
-# Compiled as functions: rings compute the same with other arrays, several times.
+# Compiled as functions: rings compute the same with other arrays, several times. All tiles are masked, also where all of
+# their pairs attend: a mask hides in the passes over the logits, and a path without one is as much to compile again.
 
 
 @functools.partial(jax.jit, static_argnames="weighting")
@@ -134,11 +135,12 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
         def tile_of_keys(j, partial):
             tile, tile_mask = _at((keys, key_mask), j if met.first is None else met.first + j)
             kept = _kept(query_mask, tile_mask, weighting)
-            scores = lambda: _scores(query, tile.key, weighting)
-            add = lambda partial, scores: _add_scores(partial, scores, tile.value, kept, weighting)
-            cut = lambda partial: add(partial, masked(scores(), query_mask, tile_mask))
-            whole = lambda partial: add(partial, scores())
-            return jax.lax.switch(_at(met.cases, j), (lambda partial: partial, cut, whole), partial)
+
+            def add(partial: Partial) -> Partial:
+                scores = masked(_scores(query, tile.key, weighting), query_mask, tile_mask)
+                return _add_scores(partial, scores, tile.value, kept, weighting)
+
+            return jax.lax.cond(_at(met.meets, j), add, lambda partial: partial, partial)
 
         partial = jax.lax.fori_loop(met.start, met.stop, tile_of_keys, _at(partials, index))
         return _put_at(partials, index, partial), None
@@ -274,9 +276,8 @@ def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, gra
             kept = _kept(tile_mask, key_mask, weighting)
             mask = lambda scores: masked(scores, tile_mask, key_mask)
             zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
-            cut = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
-            whole = lambda: _tile_gradients(tile, keys, lambda scores: scores, kept, weighting)
-            dq, dk, dv = jax.lax.switch(_at(met.cases, i), (zeros, cut, whole))
+            added = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
+            dq, dk, dv = jax.lax.cond(_at(met.meets, i), added, zeros)
             return _put_at(query_grads, number, query_grad + dq), key_grad + dk, value_grad + dv
 
         query_grads, *keys_grads = grads

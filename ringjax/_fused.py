@@ -92,7 +92,7 @@ class Fused(Implementation):
 
     def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
         del request
-        return dataclasses.replace(branch.in_whole_chunks(), sorts_halves=True)
+        return branch.in_whole_chunks()
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts chunks beside batches, and all heads in one dimension."""

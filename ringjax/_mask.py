@@ -22,7 +22,7 @@ EMPTY = jnp.iinfo(jnp.int32).max, -1
 
 
 class Met(NamedTuple):
-    """What each tile meets: some tiles `start..stop` of its group, and the case of each tile of the group.
+    """What each tile meets: some of the tiles `start..stop` of its group, and whether it meets each of the group.
 
     `first` is the number of the group's first tile: None where all are of one group.
     """
@@ -30,7 +30,7 @@ class Met(NamedTuple):
     first: Any
     start: Int[Array, "I"]
     stop: Int[Array, "I"]
-    cases: Int[Array, "I J"]
+    meets: Bool[Array, "I J"]
 
 
 class Visits(NamedTuple):
@@ -39,17 +39,14 @@ class Visits(NamedTuple):
     meets: Bool[Array, "groups I_of_group J_of_group"]
     is_whole: Bool[Array, "groups I_of_group J_of_group"]
 
-    NOTHING, CUT, WHOLE = range(3)  # the cases of two tiles
-
     def of_queries(self) -> Met:
         """Returns what each tile of queries meets."""
         groups, rows, tiles = self.meets.shape
         number = jax.lax.broadcasted_iota(jnp.int32, self.meets.shape, 2)
         start = jnp.where(self.meets, number, tiles).min(axis=2)
         stop = jnp.where(self.meets, number + 1, 0).max(axis=2)  # before the start where nothing meets
-        cases = self.meets.astype(jnp.int32) + (self.meets & self.is_whole)
         first = None if groups == 1 else np.repeat(np.arange(groups, dtype=np.int32) * tiles, rows)
-        return Met(first, start.reshape(-1), stop.reshape(-1), cases.reshape(groups * rows, tiles))
+        return Met(first, start.reshape(-1), stop.reshape(-1), self.meets.reshape(groups * rows, tiles))
 
     def of_keys(self) -> Met:
         """Returns what each tile of keys meets."""

@@ -189,11 +189,13 @@ class Plan:
         return self._give(branch, self._sort(branch, tiles)) if branch.is_balanced else tiles
 
     def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
-        permutation = branch.swap_permutation()
+        permutation, axis = branch.swap_permutation(), self.implementation(branch).slots_axis
 
         def give(array: Array) -> Array:
-            _, given = self._halves(branch, array)
-            taken, axis = self._permute(given, permutation), self.implementation(branch).slots_axis
+            own, given = self._halves(branch, array)
+            taken = self._permute(given, permutation)
+            if branch.sorts_halves:  # which makes one array of both anyway
+                return jax.lax.concatenate([own, taken], axis)
             return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
 
         return jax.tree.map(give, tiles)

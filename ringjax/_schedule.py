@@ -71,7 +71,7 @@ class BranchSchedule:
     earlier: tuple[tuple[int, Branch], ...] = ()
     exchange_size: int = 1
     exchanges_rows: bool = False
-    sorts_halves: bool = False
+    sorts_halves: bool = True
     strategy: str = "ring"
     implementation: str = "xla"
     tile_rows: tuple[int, int] | None = None

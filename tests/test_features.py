@@ -345,11 +345,11 @@ def test_blocks_whose_documents_do_not_meet_are_skipped():
     assert visits.is_whole.sum(axis=(1, 2)).tolist() == [4 * 1, 2 * 6, 28]
     for of_tiles in (visits.of_queries(), visits.of_keys()):  # what forward and backward see
         assert int((of_tiles.stop - of_tiles.start).sum()) == int(visits.meets.sum())
-    # From the first to the last tile that meets, those in between are left out by their case.
+    # From the first to the last tile that meets, those in between that do not are left out.
     mixed = np.where(np.arange(128) // 16 % 2, 1, 2)[None]
-    _, start, stop, cases = visits_of(mixed).of_queries()
+    _, start, stop, meets = visits_of(mixed).of_queries()
     assert (start.tolist(), stop.tolist()) == ([0, 1] + [0, 1] * 3, list(range(1, 9)))
-    assert int((cases > 0).sum()) == 2 * 10
+    assert int(meets.sum()) == 2 * 10
     padding = np.full((1, 128), -1)
     assert not visits_of(padding).meets.any()
 
