@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 from longnet_layers import Arrangement, Padding, XPos, make_layers, phantoms, run_layers
 from torch_checkpoint import fill, to_numpy
@@ -150,6 +151,7 @@ class LongNet(nnx.Module):
         if jnp.issubdtype(tokens.dtype, jnp.integer):
             if self.embedding is None:
                 raise ValueError(f"tokens of {tokens.dtype} are given, but vocab_size=None: give embeddings")
+            check_within("tokens", tokens, 0, self.embedding.num_embeddings - 1)
             tokens = self.embedding(tokens)  # [B, T, D]
         states = self.scale * tokens.astype(self.dtype)
         if self.positions is not None:
@@ -179,7 +181,9 @@ class LongNet(nnx.Module):
           The last states, all states, and documents: 0 for the tokens that there are, and -1.
         """
         length = states.shape[1]
-        lengths = None if lengths is None else jnp.asarray(lengths)
+        if lengths is not None:
+            lengths = jnp.asarray(lengths)
+            check_within("num_tokens", lengths, 0, length)
         document_ids = None if lengths is None else jnp.where(jnp.arange(length) < lengths[:, None], 0, -1)
         states, document_ids = ringjax.pad_to_mesh(states, document_ids, mesh=self.mesh)
         # Fused kernels serve more of what has no documents: where nothing is padded, none are needed.
@@ -221,7 +225,8 @@ class LongNet(nnx.Module):
           arrangement: what lies between attention and networks; by default norms before, and SubLN if there are its
             norms. To be said where there is no norm of the output.
           **options: what a checkpoint does not say: `segment_lengths`, `dilation_rates`, `num_heads` where there is no
-            xPos, and where it is another than by default `scale_embedding`, `xpos_scale_base`, `padding`, `dtype`.
+            xPos, and where it is another than by default `scale_embedding`, `xpos_scale_base`, `padding`, `dtype`. For
+            a decoder whose output has no array of its own, `tie=True` or `project=False`.
 
         Raises:
           ValueError: for a name that is missing or unknown, or an array of another shape, by its name.
@@ -239,8 +244,27 @@ class LongNet(nnx.Module):
             raise ValueError(
                 f"num_heads={options['num_heads']}, but xPos of the checkpoint is for {of_xpos}: give these"
             )
+        if not sizes.get("project", True) and cls.is_causal and not {"tie", "project"} & options.keys():
+            raise ValueError(
+                "the checkpoint has embed_tokens.weight and no output_projection.weight: say tie=True if these are one "
+                "array, project=False if there is no output"
+            )
+        sizes["project"] = sizes.get("project", False) or bool(options.get("tie"))
         options = {**sizes, "arrangement": arrangement, **options}
         return fill(nnx.eval_shape(lambda: cls(**options, rngs=nnx.Rngs(0))), arrays, NAMES)
+
+
+def check_within(name: str, numbers: Array, least: int, most: int) -> None:
+    """Checks numbers, where this process knows them.
+
+    Raises:
+      ValueError: if one is less or more than these.
+    """
+    if isinstance(numbers, Tracer) or not numbers.is_fully_addressable or not numbers.size:
+        return
+    for number in (int(numbers.min()), int(numbers.max())):
+        if not least <= number <= most:
+            raise ValueError(f"{name} has {number}, but is to be from {least} to {most}: give others")
 
 
 def sizes_of(arrays: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -117,8 +117,8 @@ def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMa
     )
 
 
-# Compiled as functions: rings compute the same with other arrays, several times. All tiles are masked, also where all of
-# their pairs attend: a mask hides in the passes over the logits, and a path without one is as much to compile again.
+# Compiled as functions: rings compute the same with other arrays, several times. All tiles are masked, also those whose
+# pairs all attend: a mask hides in the passes over the logits, and a path without one is as much to compile again.
 
 
 @functools.partial(jax.jit, static_argnames="weighting")

@@ -137,6 +137,20 @@ def test_new_models():
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_an_output_without_an_array_of_its_own():
+    """As files that keep an array that is shared once have it: the logits are products with the embeddings."""
+    arrays = parameters("decoder", CASES["xpos"])
+    options = {"num_heads": HEADS, "segment_lengths": (8,), "dilation_rates": (1,)}
+    both = {**arrays, "output_projection.weight": arrays["embed_tokens.weight"]}
+    once = {name: array for name, array in both.items() if name != "output_projection.weight"}
+    tokens = jnp.arange(6).reshape(1, 6)
+    _, expected = LongNetDecoder.from_torch(both, **options)(tokens)
+    _, actual = LongNetDecoder.from_torch(once, **options, tie=True)(tokens)
+    np.testing.assert_array_equal(actual, expected)
+    _, none = LongNetDecoder.from_torch(once, **options, project=False)(tokens)
+    assert (expected.shape[-1], none.shape[-1]) == (len(arrays["embed_tokens.weight"]), 32)
+
+
 def test_wrong_checkpoints_and_inputs():
     arrays = parameters("decoder", CASES["xpos"])
     options = {"num_heads": HEADS, "segment_lengths": (8,), "dilation_rates": (1,)}
@@ -164,6 +178,14 @@ def test_wrong_checkpoints_and_inputs():
         learned(jnp.zeros((1, 3), jnp.int32), prefill=True)
     with pytest.raises(ValueError, match="num_heads=2, but xPos of the checkpoint is for 4"):
         LongNetDecoder.from_torch(arrays, **{**options, "num_heads": 2})
+    without_output = {name: array for name, array in arrays.items() if name != "output_projection.weight"}
+    with pytest.raises(ValueError, match=r"no output_projection.weight: say tie=True .*, project=False if there is no"):
+        LongNetDecoder.from_torch(without_output, **options)
+    for token in (-1, len(arrays["embed_tokens.weight"])):
+        with pytest.raises(ValueError, match=f"tokens has {token}, but is to be from 0 to"):
+            model.embed(jnp.full((1, 3), token, jnp.int32))
+    with pytest.raises(ValueError, match="num_tokens has 4, but is to be from 0 to 3"):
+        model.run(jnp.zeros((2, 3, 32)), np.array([4, 1]))
     with pytest.raises(ValueError, match="the checkpoint has no layer_norm.weight: say in arrangement"):
         LongNetDecoder.from_torch(parameters("decoder", CASES["norms after"]), **options)
     with pytest.raises(ValueError, match="drop_path_rate=1.0 must be at least 0 and less than 1"):
