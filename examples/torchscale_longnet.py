@@ -244,12 +244,13 @@ class LongNet(nnx.Module):
             raise ValueError(
                 f"num_heads={options['num_heads']}, but xPos of the checkpoint is for {of_xpos}: give these"
             )
-        if not sizes.get("project", True) and cls.is_causal and not {"tie", "project"} & options.keys():
+        if sizes.get("project") is False and options.get("tie"):
+            sizes["project"] = True
+        elif sizes.get("project") is False and cls.is_causal and "project" not in options:
             raise ValueError(
                 "the checkpoint has embed_tokens.weight and no output_projection.weight: say tie=True if these are one "
                 "array, project=False if there is no output"
             )
-        sizes["project"] = sizes.get("project", False) or bool(options.get("tie"))
         options = {**sizes, "arrangement": arrangement, **options}
         return fill(nnx.eval_shape(lambda: cls(**options, rngs=nnx.Rngs(0))), arrays, NAMES)
 

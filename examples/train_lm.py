@@ -63,7 +63,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=positive, default=128, help="width of the model")
     add("--layers", type=positive, default=3, help="layers of the model")
     add("--heads", type=positive, default=8, help="attention heads")
-    add("--ngram-bits", type=ngram_bits, default=NGRAM_BITS, help="2 to these are the rows of a table of last bytes")
+    add("--ngram-bits", type=ngram_bits, default=NGRAM_BITS, help="bits that tell the last 2, 3, 4 and 6 bytes apart")
     add("--segment-lengths", type=integers, default=(256, 2048, 8192), help="of the pattern's branches")
     add("--dilation-rates", type=integers, default=(1, 4, 8), help="of the pattern's branches")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
 
 from ringjax import _rows, ring_dilated_attention
+from ringjax._xla import Xla
 
 # Lengths, segment lengths and rates: local, rings, sub-rings of unequal size, straddling, short, longer than all.
 PATTERNS = {
@@ -77,6 +78,17 @@ def test_gathering_equals_the_oracle(name, is_causal):
     arrays = random_arguments(length, (4, 2))
     actual = ring_results(arrays, mesh=make_mesh(kind, seq=4), strategy="all_gather", **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
+
+
+def test_sorted_halves_are_exact(monkeypatch):
+    """As programs for GPUs have them; those for CPUs leave them as they come."""
+    prepared = []
+    monkeypatch.setattr(Xla, "prepare", lambda self, request, branch: prepared.append(branch) or branch)
+    arrays = random_arguments(47, HEADS["grouped"], batch=(2,))
+    pattern = {"segment_lengths": (12, 48), "dilation_rates": (1, 2), "is_causal": True}
+    assert_close(ring_results(arrays, mesh=make_mesh(seq=8), **pattern), reference_results(arrays, **pattern))
+    assert prepared
+    assert all(branch.is_balanced and branch.sorts_halves for branch in prepared)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0])

@@ -1,5 +1,6 @@
 """The schedule against the pattern, with integers alone: every pair of the pattern is computed exactly M times."""
 
+import dataclasses
 import itertools
 import math
 
@@ -261,7 +262,11 @@ def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
             assert partners[partner] == shard
             assert branch.ring(partner) == branch.ring(shard)
         places = set(itertools.product(range(num_shards), range(branch.queries.num_slots)))
-        assert {branch.origin(*place) for place in places} == places
+        unsorted = dataclasses.replace(branch, sorts_halves=False)
+        held = lambda one, shard: [one.origin(shard, slot) for slot in range(one.queries.num_slots)]
+        assert {place for shard in range(num_shards) for place in held(branch, shard)} == places
+        for shard in range(num_shards):
+            assert held(branch, shard) == sorted(held(unsorted, shard))
 
 
 def test_a_prime_number_of_segments_fills_its_tiles():
