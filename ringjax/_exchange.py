@@ -17,20 +17,37 @@ from jaxtyping import Array, Int, Shaped
 from ringjax._order import after
 
 
-def pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """Moves arrays, those that differ in their last dimension alone in one message, side by side."""
+class Moved(NamedTuple):
+    """Arrays that were moved: those that differ in their last dimension alone in one message, side by side.
+
+    `places` are the numbers of the arrays in each message, `ends` where they end there.
+    """
+
+    messages: tuple[Array, ...]
+    places: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def take_apart(self) -> tuple[Array, ...]:
+        """Returns the arrays."""
+        arrays: dict[int, Array] = {}
+        for message, place, ends in zip(self.messages, self.places, self.ends, strict=True):
+            arrays |= zip(place, jnp.split(message, ends, axis=-1), strict=True)
+        # Whoever waits for one waits for all.
+        first, *rest = (arrays[number] for number in range(len(arrays)))
+        return (after(first, rest), *rest) if len(self.messages) > 1 else (first, *rest)
+
+
+def pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
+    """Moves arrays in as few messages as may be."""
     kinds = [(array.dtype, array.shape[:-1]) for array in arrays]
-    moved: dict[int, Array] = {}
-    earlier: Any = None
+    messages, places, all_ends = [], [], []
     for kind in dict.fromkeys(kinds):
-        numbers = [number for number, other in enumerate(kinds) if other == kind]
-        packed = move(after(jnp.concatenate([arrays[number] for number in numbers], axis=-1), earlier))
-        ends = np.cumsum([arrays[number].shape[-1] for number in numbers])[:-1]
-        moved |= zip(numbers, jnp.split(packed, ends, axis=-1), strict=True)
-        earlier = packed
-    # Whoever waits for one waits for all.
-    first, *rest = (moved[number] for number in range(len(arrays)))
-    return (after(first, rest), *rest) if len(set(kinds)) > 1 else (first, *rest)
+        place = tuple(number for number, other in enumerate(kinds) if other == kind)
+        side_by_side = jnp.concatenate([arrays[number] for number in place], axis=-1)
+        messages.append(move(after(side_by_side, messages[-1:])))
+        places.append(place)
+        all_ends.append(tuple(np.cumsum([arrays[number].shape[-1] for number in place])[:-1].tolist()))
+    return Moved(tuple(messages), tuple(places), tuple(all_ends))
 
 
 class Exchange(NamedTuple):
@@ -84,11 +101,11 @@ class Exchange(NamedTuple):
 
     def to_heads(self, arrays: Sequence[Shaped[Array, "B _ E _"]]) -> tuple[Shaped[Array, "B _ L _"], ...]:
         """Gives each member all tokens of the shard, in order, and its part of the heads."""
-        return pack(lambda array: self._exchange(array, 2, 1), arrays)
+        return pack(lambda array: self._exchange(array, 2, 1), arrays).take_apart()
 
     def to_tokens(self, arrays: Sequence[Shaped[Array, "B _ L _"]]) -> tuple[Shaped[Array, "B _ E _"], ...]:
         """Undoes `to_heads`."""
-        return pack(lambda array: self._exchange(array, 1, 2), arrays)
+        return pack(lambda array: self._exchange(array, 1, 2), arrays).take_apart()
 
     def gather(self, documents: Sequence[Int[Array, "B _"] | None]) -> tuple[Int[Array, "B _"] | None, ...]:
         """Gives each member the documents of the shard's tokens."""

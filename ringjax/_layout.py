@@ -6,10 +6,12 @@ B batch, n tokens of the shard, m slots, K key/value heads, G query heads of eac
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from ringjax._block import Keys
+from ringjax._exchange import Moved
 from ringjax._meeting import Noise, Slots, Tiles
 from ringjax._order import after
 from ringjax._plan import Plan
@@ -150,20 +152,41 @@ class Task(NamedTuple):
         """Takes the rows of an operand, where they are computed."""
         return self.plan.swap(self.branch, self.take(operand))
 
-    def send(self, operand: Operand, leg: Leg) -> Tiles:
+    def send(self, operand: Operand, leg: Leg) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""
         halo = operand.of_halo(leg)
         rows, documents = after(halo.take_rows(), self.earlier)
-        rows = self.plan.hop_rows(self.branch, rows, leg.halo_hops)
+        moved = self.plan.hop_rows(self.branch, rows, leg.halo_hops)
         if documents is not None:
             documents = self.plan.hop(self.branch, documents, leg.halo_hops)
-        return halo.lay_out((rows, documents))
+        return Halo(halo, moved, documents)
 
     def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:
         """Returns the slots of an operand's tiles after so many hops."""
         rows = operand.layout.rows
         shard = self.branch.source(rows.shard.astype(jnp.uint32), hops, direction)
         return Slots(rows, shard[None], self.branch.is_balanced, tiles.documents)
+
+
+class Halo(NamedTuple):
+    """A part of an operand that is on its way."""
+
+    operand: Operand
+    rows: Moved
+    documents: Array | None
+
+    @property
+    def arrays(self) -> Any:
+        """What is on its way."""
+        return self.rows.messages, self.documents
+
+    def behind(self, computed: Any) -> tuple[Tiles, Any]:
+        """Lays out what arrives, behind something that is `computed` meanwhile; returns both.
+
+        Else a compiler may take what arrives apart first, and wait for it then.
+        """
+        (messages, documents), computed = jax.lax.optimization_barrier((self.arrays, computed))
+        return self.operand.lay_out((self.rows._replace(messages=messages).take_apart(), documents)), computed
 
 
 def operand_of_keys(layout: Layout, key: Array, value: Array, documents: Array | None) -> Operand:

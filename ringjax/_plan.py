@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ringjax._block import Weighting
-from ringjax._exchange import Exchange, pack
+from ringjax._exchange import Exchange, Moved, pack
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Noise
 from ringjax._mesh import Placement
@@ -173,7 +173,7 @@ class Plan:
         """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
         return self._permute(arrays, branch.hop(hops))
 
-    def hop_rows(self, branch: BranchSchedule, rows: tuple[Array, ...], hops: int) -> tuple[Array, ...]:
+    def hop_rows(self, branch: BranchSchedule, rows: tuple[Array, ...], hops: int) -> Moved:
         """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
         return pack(lambda packed: self.hop(branch, packed, hops), rows)
 

@@ -45,10 +45,11 @@ def forward(task: Task) -> Any:
     if not rotating:
         partial = attend(partial, task.keys, keys)
     for number, leg in enumerate(rotating):  # the first begins with a shard's own keys
-        earlier = partial if number else halos
+        earlier = partial if number else [halo.arrays for halo in halos]
         partial = _attend_around(task, leg, after(keys, earlier), attend, partial, first_hop=min(number, 1))
     for leg, halo in zip(branch.key_legs, halos, strict=False):
-        partial = attend(partial, task.keys.of_halo(leg), halo, leg.rotations + 1, leg.direction)
+        tiles, partial = halo.behind(partial)
+        partial = attend(partial, halo.operand, tiles, leg.rotations + 1, leg.direction)
     return partial
 
 
@@ -105,7 +106,7 @@ def backward(task: Task) -> Addends:
     for part in sent.parts:
         finished = finish(part.grad)
         rows = tuple(part.layout.take_back(finished[number]) for number in numbers)
-        rows = plan.hop_rows(branch, rows, part.hops) if part.hops else rows
+        rows = plan.hop_rows(branch, rows, part.hops).take_apart() if part.hops else rows
         parts += [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
     query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
     return Addends(query, key, value, tuple(parts))
@@ -171,13 +172,14 @@ def _travel(
 
     for part in first:
         resident_grad = visit_part(part, task.take(part), resident_grad)
-    earlier: Any = halos
+    earlier: Any = [halo.arrays for halo in halos]
     for leg in rotating:
         grad, resident_grad = _rotate(task, operand, leg, after(tiles, earlier), turn(leg), resident_grad)
         parts.append(_Part(operand.layout, grad))
         earlier = grad
     for leg, halo in zip(legs, halos, strict=True):
-        resident_grad = visit_part(operand.of_halo(leg), halo, resident_grad, leg.halo_hops, leg.direction)
+        arrived, resident_grad = halo.behind(resident_grad)
+        resident_grad = visit_part(halo.operand, arrived, resident_grad, leg.halo_hops, leg.direction)
     resident_grad = visit_part(last, task.take(last), resident_grad)
     return _Sent(resident_grad, parts)
 

@@ -63,7 +63,7 @@ ALLOWED = {
         "_rows",
         "_schedule",
     },
-    "_layout": {"_block", "_meeting", "_order", "_plan", "_protocol", "_rows", "_schedule", "_side"},
+    "_layout": {"_block", "_exchange", "_meeting", "_order", "_plan", "_protocol", "_rows", "_schedule", "_side"},
     "_ring": {"_cost", "_layout", "_meeting", "_order", "_schedule"},
     "_gather": {"_layout", "_meeting", "_ring"},
     "_addition": {"_layout", "_plan"},
