@@ -68,7 +68,7 @@ class FusedQueries(NamedTuple):
 
 
 class FusedGradients(NamedTuple):
-    """Sums of gradients under way."""
+    """Sums of gradients under way; None for those that a kernel begins."""
 
     query: Float[Array, "B Rq N H"]
     key: Float[Array, "B Rk K H"]

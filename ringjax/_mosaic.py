@@ -7,6 +7,7 @@ said by the masks.
 
 import abc
 import dataclasses
+from importlib import metadata
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -32,6 +33,8 @@ MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
 # The GPUs whose matrix units the kernels for GPUs use.
 HOPPER = "H100", "H200", "H800", "H20", "GH200"
 FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
+# CUDA 12.8.0 to 12.9.0, whose assembler miscompiles masked kernels: jax refuses its own with them too.
+MISCOMPILING = (12, 8), (12, 9, 86)
 # What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
 _NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
 _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
@@ -165,8 +168,9 @@ class Mosaic(Implementation):
         """Returns the gradients of nothing but those given."""
         del step
         arrays = {"query": queries.query, **keys._asdict()}
-        zeros = {name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items() if name not in given}
-        return FusedGradients(**given, **zeros)
+        if given:  # the others begin in the kernels: zeros would be arrays that these read
+            return FusedGradients(**{**dict.fromkeys(arrays), **given})
+        return FusedGradients(**{name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items()})
 
     def backward(
         self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: FusedGradients
@@ -180,10 +184,13 @@ class Mosaic(Implementation):
         # Products are of arrays of one dtype.
         out_grad, stats = padded.out_grad.astype(padded.query.dtype), Stats(padded.lse, padded.delta)
         given = given._replace(out_grad=out_grad, stats=stats)
-        before = lambda of_mask, *sums: None if meeting.is_only else tuple(_pad(one, of_mask) for one in sums)
-        of_query, of_others = before(of_queries, grads.query), before(of_keys, grads.key, grads.value)
-        query_grad = self.kernels.backward_queries(given, of_query)
-        keys_grad = self.kernels.backward_keys(given, of_others)
+
+        def before(of_mask: Array, *sums: Any) -> Any:
+            is_first = meeting.is_only or sums[0] is None
+            return None if is_first else tuple(_pad(one, of_mask) for one in sums)
+
+        query_grad = self.kernels.backward_queries(given, before(of_queries, grads.query))
+        keys_grad = self.kernels.backward_keys(given, before(of_keys, grads.key, grads.value))
         return FusedGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
 
     def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
@@ -241,6 +248,10 @@ class MosaicGpu(Mosaic):
             return f"of GPUs it runs on {', '.join(HOPPER)}, and the devices are {request.device_kind!r}"
         if jax.__version_info__ < FIRST_JAX:
             return f"on GPUs it needs jax {'.'.join(map(str, FIRST_JAX))}, and this is {jax.__version__}"
+        assembler = _version_of("nvidia-cuda-nvcc-cu12")
+        if assembler and MISCOMPILING[0] <= assembler < MISCOMPILING[1]:
+            found = ".".join(map(str, assembler))
+            return f"nvidia-cuda-nvcc-cu12 {found} miscompiles masked kernels: install 12.9.86 or later"
         widths = request.query.shape[-1], request.value.shape[-1]
         if not {64, 128}.issuperset(widths):
             return f"on GPUs heads must be 64 or 128 wide in query and in value: they are {widths[0]} and {widths[1]}"
@@ -250,6 +261,14 @@ class MosaicGpu(Mosaic):
         """Returns the most rows of tiles of queries and of keys: those that registers have room for."""
         del request
         return LANES, LANES
+
+
+def _version_of(package: str) -> tuple[int, ...] | None:
+    """Returns the version of an installed package, None where it is not."""
+    try:
+        return tuple(int(part) for part in metadata.version(package).split(".")[:3])
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _unfold(slots: Slots) -> Slots:

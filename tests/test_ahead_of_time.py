@@ -196,6 +196,13 @@ def test_memory_of_the_gradient():
     # The output travels with the queries where a kernel wants it; and no tile of logits is kept.
     assert peak(implementation="cudnn") <= 25
     assert peak(pattern=PATTERN, implementation="cudnn") <= 12
+    assert peak(has_documents=True) <= 24
+
+
+@needs_kernels
+def test_memory_of_the_gradient_by_kernels_for_gpus():
+    """They read no sums that begin with them."""
+    assert peak(implementation="mosaic", has_documents=True) <= 24
 
 
 @pytest.mark.slow

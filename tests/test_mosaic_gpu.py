@@ -7,6 +7,7 @@ or the gradient of what is checkpointed: rings are compiled for GPUs, in the tes
 import dataclasses
 import functools
 import re
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +214,17 @@ def test_what_it_cannot_serve(more, width, words, monkeypatch):
     array = jax.ShapeDtypeStruct((1, 256, 2, width), more.pop("dtype", "bfloat16"))
     (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
     assert re.search(words, MosaicGpu().obstacle(Request(array, array, array, **more), branch))
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("12.8.61", True), ("12.9.41", True), ("12.9.86", False)])
+def test_an_assembler_that_miscompiles_is_an_obstacle(version, is_refused, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", FIRST_JAX)
+    monkeypatch.setattr(metadata, "version", lambda package: version)
+    array = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    request = Request(array, array, array, "cuda", device_kind="NVIDIA H200")
+    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    words = f"nvidia-cuda-nvcc-cu12 {version} miscompiles masked kernels: install 12.9.86 or later"
+    assert MosaicGpu().obstacle(request, branch) == (words if is_refused else None)
 
 
 def test_an_older_jax_is_an_obstacle(monkeypatch):
