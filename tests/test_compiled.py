@@ -179,6 +179,21 @@ def test_rows_hop_to_those_that_see_them_alone(branch, shard_length, is_causal, 
     assert sent(compile_backward(mesh, length, **arguments)) == min(of_queries, of_keys)
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        'bf16[16,4]{1,0} collective-permute(%array)$, metadata={scheduling_name="collective-permute-start.1"}',
+        "((bf16[16,4]{1,0}), bf16[16,4]{1,0}) collective-permute-start(%array)$",
+        "(bf16[16,4]{1,0}, bf16[16,4]{1,0}, u32[], u32[]) collective-permute-start(%array)$",
+    ],
+)
+def test_bytes_of_a_permute_that_is_written_in_any_way(operation):
+    line = operation.replace("$", ", channel_id=1, source_target_pairs={{0,1},{1,0}}")
+    (permute,) = permutes(f"ENTRY %main (array: bf16[16,4]) -> bf16[16,4] {{\n  %permute = {line}\n}}")
+    assert permute.pairs == ((0, 1), (1, 0))
+    assert permute.bytes == 16 * 4 * 2
+
+
 def test_a_program_for_512_devices_is_that_for_8():
     """Segments that straddle make the same hops on any number of devices, and take as long to lower."""
 
