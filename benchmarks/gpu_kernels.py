@@ -33,13 +33,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "documents": {"document_ids": np.arange(LENGTH)[None] // 3000},
     "soft cap": {"logits_soft_cap": 20.0},
     "dropout": {"dropout_rate": 0.1, "dropout_seed": 1},
-    "all at once": {
-        "document_ids": np.arange(LENGTH)[None] // 3000,
-        "logits_soft_cap": 20.0,
-        "dropout_rate": 0.1,
-        "dropout_seed": 1,
-    },
 }
+ARGUMENTS["all at once"] = ARGUMENTS["documents"] | ARGUMENTS["soft cap"] | ARGUMENTS["dropout"]
 PEERS = ("jax's attention_mgpu",)
 _PRODUCTS_IN_A_CYCLE = 2048  # of numbers, by the matrix units of a processor
 _MANY = 40  # instructions that a branch skips: those of a mask

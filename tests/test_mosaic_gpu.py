@@ -198,38 +198,37 @@ def test_runs_are_those_of_the_list(density):
             assert all(staying(int(one)) == tile for one in steps.tiles[start:stop])
 
 
+def obstacle(width=64, dtype="bfloat16", **more):
+    """Why the kernels cannot serve a request, of an H100 if nothing else is said."""
+    array = jax.ShapeDtypeStruct((1, 256, 2, width), dtype)
+    more = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", **more}
+    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    return MosaicGpu().obstacle(Request(array, array, array, **more), branch)
+
+
 @pytest.mark.parametrize(
-    ("more", "width", "words"),
+    ("arguments", "words"),
     [
-        ({"platform": "cpu"}, 64, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
-        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, 64, "of GPUs it runs on H100, .*, and the devices are 'NVIDIA A100"),
-        ({}, 96, "on GPUs heads must be 64 or 128 wide in query and in value: they are 96 and 96"),
-        ({"dtype": "float32"}, 64, "it computes in bfloat16 and float16, and query is of float32"),
-        ({"unmapped": ("data",)}, 64, r"say with spec=P\(...\) what they cut"),
+        ({"platform": "cpu"}, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "of GPUs it runs on H100, .*, and the devices are 'NVIDIA A100"),
+        ({"width": 96}, "on GPUs heads must be 64 or 128 wide in query and in value: they are 96 and 96"),
+        ({"dtype": "float32"}, "it computes in bfloat16 and float16, and query is of float32"),
+        ({"unmapped": ("data",)}, r"say with spec=P\(...\) what they cut"),
     ],
 )
-def test_what_it_cannot_serve(more, width, words, monkeypatch):
+def test_what_it_cannot_serve(arguments, words, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", FIRST_JAX)
-    more = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", **more}
-    array = jax.ShapeDtypeStruct((1, 256, 2, width), more.pop("dtype", "bfloat16"))
-    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    assert re.search(words, MosaicGpu().obstacle(Request(array, array, array, **more), branch))
+    assert re.search(words, obstacle(**arguments))
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("12.8.61", True), ("12.9.41", True), ("12.9.86", False)])
 def test_an_assembler_that_miscompiles_is_an_obstacle(version, is_refused, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", FIRST_JAX)
     monkeypatch.setattr(metadata, "version", lambda package: version)
-    array = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
-    request = Request(array, array, array, "cuda", device_kind="NVIDIA H200")
-    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
     words = f"nvidia-cuda-nvcc-cu12 {version} miscompiles masked kernels: install 12.9.86 or later"
-    assert MosaicGpu().obstacle(request, branch) == (words if is_refused else None)
+    assert obstacle() == (words if is_refused else None)
 
 
 def test_an_older_jax_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 9))
-    array = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
-    request = Request(array, array, array, "cuda", device_kind="NVIDIA H200")
-    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    assert "on GPUs it needs jax 0.12, and this is" in MosaicGpu().obstacle(request, branch)
+    assert "on GPUs it needs jax 0.12, and this is" in obstacle(platform="cuda", device_kind="NVIDIA H200")
