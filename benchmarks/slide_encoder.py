@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +15,23 @@ from jax.sharding import AxisType
 
 from benchmarks.environment import ROOT, run_module, run_peer
 from benchmarks.timing import save
-from ringjax._heads import Settings
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 ROUNDS = 2
 TILES = 10_000
-STRATEGY = "all_to_all"
-NO_ATTENTION = "all but attention"
 
 
 def measure(tiles: int, devices: int, strategy: str) -> float:
-    """Returns the processor seconds of one slide, of its best round; with `NO_ATTENTION`, of its dense layers alone."""
-    if strategy == NO_ATTENTION:
-        with mock.patch.object(Settings, "attend", lambda _, query, key, value, *__: query + key + value):
-            return measure(tiles, devices, STRATEGY)
+    """Returns the processor seconds of one slide, of its best round."""
+    from distribution import on_all_devices  # noqa: PLC0415  # of the examples
     from slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
     from slides import synthetic_slide  # noqa: PLC0415
 
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,)) if devices > 1 else None
     encoder = SlideEncoder(mesh=mesh, strategy=strategy, rngs=nnx.Rngs(0))
-    encode = nnx.jit(lambda encoder, *slide: encoder(*slide))
+    encoder = encoder if mesh is None else on_all_devices(encoder, mesh)
+    encode = nnx.jit(lambda encoder, *slide: encoder(*slide), graph_updates=False)
     slide, seconds = [jnp.asarray(array)[None] for array in synthetic_slide(tiles, 1536)], []
     jax.block_until_ready(encode(encoder, *slide))
     for _ in range(ROUNDS):
@@ -60,11 +55,8 @@ def main() -> None:
         return
     own = {tiles: seconds_of(tiles) for tiles in (1068, TILES)}
     ratios = [
-        (f"on eight devices, {way}", n, seconds_of(n, 8, way) / own[n]) for n in own for way in ("ring", STRATEGY)
+        (f"on eight devices, {way}", n, seconds_of(n, 8, way) / own[n]) for n in own for way in ("ring", "all_to_all")
     ]
-    for n in own:  # over the same on one device: what no attention could mend
-        ratio = seconds_of(n, 8, NO_ATTENTION) / seconds_of(n, 1, NO_ATTENTION)
-        ratios.append((f"on eight devices, {NO_ATTENTION}", n, ratio))
     for kind, name in (("dense", "torch, dense attention"), ("branches", "torch, its fused attention on each branch")):
         ratios.append((name, TILES, min(run_peer("torch_slide_encoder.py", TILES, kind, ROUNDS)) / own[TILES]))
     column = "processor time over that of one device"

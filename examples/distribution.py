@@ -4,14 +4,17 @@ import argparse
 import contextlib
 import math
 import os
+from typing import TypeVar
 
 import jax
 from corpus import Region
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax
 
+Model = TypeVar("Model", bound=nnx.Module)
 AXES = ("data", "fsdp", "seq", "tensor")
 TOKENS = P(("data", "fsdp"), "seq")  # how tokens [B, T] lie on the mesh
 
@@ -76,6 +79,12 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
             "ask for all, or start fewer"
         )
     return ringjax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+
+
+def on_all_devices(model: Model, mesh: Mesh) -> Model:
+    """Returns a model with its parameters on each device of a mesh; else every call copies them there."""
+    definition, state = nnx.split(model)
+    return nnx.merge(definition, jax.device_put(state, NamedSharding(mesh, P())))
 
 
 def check_fits(mesh: Mesh, sizes: dict[str, tuple[int, tuple[str, ...]]]) -> None:

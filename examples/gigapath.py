@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from checkpoints import RunError
-from distribution import make_mesh, parse_mesh
+from distribution import make_mesh, on_all_devices, parse_mesh
 from finetune import Settings, read_labels
 from finetune import run as run_finetuning
 from flax import nnx
@@ -106,17 +106,19 @@ def make_encoder(arguments: argparse.Namespace, width: int) -> SlideEncoder:
         "remat": arguments.finetune is not None,
     }
     if arguments.weights is None:
-        return SlideEncoder(num_heads=arguments.heads, in_features=width, **options, rngs=nnx.Rngs(0))
-    encoder = SlideEncoder.from_torch(read_weights(arguments.weights), num_heads=arguments.heads, **options)
+        encoder = SlideEncoder(num_heads=arguments.heads, in_features=width, **options, rngs=nnx.Rngs(0))
+    else:
+        encoder = SlideEncoder.from_torch(read_weights(arguments.weights), num_heads=arguments.heads, **options)
     if encoder.patch.in_features != width:
         raise ValueError(
             f"--tiles has embeddings of width {width}, and the encoder takes {encoder.patch.in_features}: give those "
             "of its own tile encoder"
         )
-    return encoder
+    return encoder if encoder.mesh is None else on_all_devices(encoder, encoder.mesh)
 
 
-@nnx.jit(static_argnames="with_attention")
+# With updates, all parameters would be copied to results.
+@nnx.jit(static_argnames="with_attention", graph_updates=False)
 def encode(
     encoder: SlideEncoder, embeddings: jax.Array, coordinates: jax.Array, with_attention: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:

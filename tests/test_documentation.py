@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 import ringjax
+from benchmarks.__main__ import RESULTS, page_of_results
 from ringjax import ring_dilated_attention
 from ringjax._command import main
 
@@ -101,6 +102,11 @@ def test_figures_of_the_readme():
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {text}"))
         assert line.split(" | ")[1:] == [found[name, "forward"], f"{found[name, 'gradient']} |"]
     assert f"ran {found['one device over torch', 'forward']} times as fast as torch" in README
+
+
+def test_the_page_of_results_is_that_of_the_results():
+    """A result that was measured again is on the page, too."""
+    assert (RESULTS / "README.md").read_text() == page_of_results()
 
 
 def test_every_public_name_is_in_the_reference():

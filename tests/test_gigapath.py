@@ -5,8 +5,11 @@ import zipfile
 
 import gigapath
 import h5py
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from gigapath_formula import inputs, parameters
 from safetensors.numpy import save_file
 from test_slide_encoder import CASES, RECORDED
@@ -44,6 +47,17 @@ def test_from_files_to_files(files, tmp_path, capsys, weights, tiles, options):
     assert found["layers"].shape == (4, 64)
     assert heatmap.read_bytes().startswith(b"\x89PNG")
     assert "61 tiles on" in capsys.readouterr().out
+
+
+def test_parameters_are_copied_by_no_call(files):
+    """They lie on each device before, and a program has none of them among its results."""
+    options = ["--weights", str(files / "encoder.npz"), "--mesh", "seq=8"]
+    encoder = gigapath.make_encoder(gigapath.parse_arguments(options), 24)
+    parameters = jax.tree.leaves(nnx.state(encoder))
+    assert all(array.sharding.device_set == {*jax.devices()} for array in parameters)
+    slide = jnp.ones((61, 24)), jnp.ones((61, 2))
+    results = gigapath.encode.trace(encoder, *slide, with_attention=False).out_info
+    assert [result.shape for result in jax.tree.leaves(results)] == [(64,), (4, 64)]
 
 
 @pytest.mark.parametrize(
