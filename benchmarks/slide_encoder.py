@@ -29,8 +29,7 @@ def measure(tiles: int, devices: int, strategy: str) -> float:
     from slides import synthetic_slide  # noqa: PLC0415
 
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,)) if devices > 1 else None
-    encoder = SlideEncoder(mesh=mesh, strategy=strategy, rngs=nnx.Rngs(0))
-    encoder = encoder if mesh is None else on_all_devices(encoder, mesh)
+    encoder = on_all_devices(SlideEncoder(mesh=mesh, strategy=strategy, rngs=nnx.Rngs(0)), mesh)
     encode = nnx.jit(lambda encoder, *slide: encoder(*slide), graph_updates=False)
     slide, seconds = [jnp.asarray(array)[None] for array in synthetic_slide(tiles, 1536)], []
     jax.block_until_ready(encode(encoder, *slide))

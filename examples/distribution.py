@@ -81,8 +81,10 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
     return ringjax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
 
 
-def on_all_devices(model: Model, mesh: Mesh) -> Model:
-    """Returns a model with its parameters on each device of a mesh; else every call copies them there."""
+def on_all_devices(model: Model, mesh: Mesh | None) -> Model:
+    """Returns a model with its parameters on each device of a mesh, if there is one; else every call copies them."""
+    if mesh is None:
+        return model
     definition, state = nnx.split(model)
     return nnx.merge(definition, jax.device_put(state, NamedSharding(mesh, P())))
 

@@ -114,7 +114,7 @@ def make_encoder(arguments: argparse.Namespace, width: int) -> SlideEncoder:
             f"--tiles has embeddings of width {width}, and the encoder takes {encoder.patch.in_features}: give those "
             "of its own tile encoder"
         )
-    return encoder if encoder.mesh is None else on_all_devices(encoder, encoder.mesh)
+    return on_all_devices(encoder, encoder.mesh)
 
 
 # With updates, all parameters would be copied to results.
