@@ -124,9 +124,9 @@ def encode(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns a slide's output [D], one of each layer [layers + 1, D], and the attention to its tiles [T]."""
     states, output = encoder(embeddings[None], coordinates[None])
-    layers = states[:, 0, 1:].mean(axis=1) if encoder.global_pool else states[:, 0, 0]
+    pool = lambda state: state[0, 1:].mean(axis=0) if encoder.global_pool else state[0, 0]
     attention = encoder.attention_of_slide(states)[0].mean(axis=0) if with_attention else None
-    return output[0], encoder.norm(layers), attention
+    return output[0], encoder.norm(jnp.stack([pool(state) for state in states])), attention
 
 
 def draw(path: Path, slide: Slide, attention: np.ndarray, tile_size: int) -> None:

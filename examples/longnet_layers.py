@@ -200,8 +200,8 @@ def run_layers(
     dropout_rate: float = 0.0,
     remat: bool = False,
     **options: Any,
-) -> tuple[Float[Array, "B T D"], Float[Array, "layers+1 B T D"]]:
-    """Returns the states after all layers, and those before the first and after each.
+) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
+    """Returns the states after all layers, and a list of those before the first and after each.
 
     Args:
       layers: layers, by `make_layers`.
@@ -225,4 +225,4 @@ def run_layers(
         return states, states
 
     last, later = run(states, layers, keys, path_rates)
-    return last, jnp.concatenate([states[None], later])
+    return last, [states, *later]

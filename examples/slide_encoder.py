@@ -120,7 +120,7 @@ class SlideEncoder(nnx.Module):
         num_tiles: Int[Array, "B"] | None = None,
         *,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "layers B 1+T D"], Float[Array, "B D"]]:
+    ) -> tuple[list[Float[Array, "B 1+T D"]], Float[Array, "B D"]]:
         """Encodes slides.
 
         Args:
@@ -130,14 +130,14 @@ class SlideEncoder(nnx.Module):
           key: in training, the random key of what is dropped.
 
         Returns:
-          The states [layers + 1, B, 1 + T, D], before the first layer and after each, the first token's first; and the
+          A list of the states [B, 1 + T, D], before the first layer and after each, the first token's first; and the
           output [B, D].
         """
         states = self._embed(embeddings, coordinates)
         last, every, document_ids = self.encoder.run(states, None if num_tiles is None else num_tiles + 1, key)
-        return ringjax.unpad(every, states.shape[1]), self._pool(last, document_ids)
+        return every, self._pool(last, document_ids)
 
-    def attention_of_slide(self, states: Float[Array, "layers B 1+T D"]) -> Float[Array, "B N T"]:
+    def attention_of_slide(self, states: list[Float[Array, "B 1+T D"]]) -> Float[Array, "B N T"]:
         """Returns the weights with which the slide's token attends to each tile in the last layer, for each head."""
         last = jax.tree.map(lambda array: array[-1], self.encoder.layers)
         hidden = last.attention_norm(states[-2])

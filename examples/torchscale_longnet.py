@@ -174,11 +174,12 @@ class LongNet(nnx.Module):
 
     def run(
         self, states: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, key: Array | None = None
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "layers+1 B T D"], Int[Array, "B T"]]:
+    ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]], Int[Array, "B T"]]:
         """Runs the layers over sequences of which the first `lengths` tokens are there, padded to fit the mesh.
 
         Returns:
-          The last states, all states, and documents: 0 for the tokens that there are, and -1.
+          The last states, padded; the states before the first layer and after each; and documents, padded: 0 for the
+          tokens that there are, and -1.
         """
         length = states.shape[1]
         if lengths is not None:
@@ -190,11 +191,12 @@ class LongNet(nnx.Module):
         is_padded = lengths is not None or states.shape[1] > length
         options = {"document_ids": document_ids if is_padded else None}
         options["sinks"] = self.sinks_of(states.shape[1], length if lengths is None else lengths)
-        return *self.apply_layers(states, key, **options), document_ids
+        last, every = self.apply_layers(states, key, **options)
+        return last, [ringjax.unpad(states, length) for states in every], document_ids
 
     def apply_layers(
         self, states: Array, key: Array | None, **options: Any
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "layers+1 B T D"]]:
+    ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
         """Returns the last states and all states; the options are the attention's."""
         rates = {"dropout_rate": self.dropout_rate, "remat": self.remat}
         return run_layers(self.layers, states, jnp.asarray(self.path_rates), key=key, **rates, **options)
@@ -308,7 +310,7 @@ class LongNetEncoder(LongNet):
         num_tokens: Int[Array, "B"] | None = None,
         *,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "layers+1 B T D"], Float[Array, "B T E"]]:
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T E"]]:
         """Encodes sequences.
 
         Args:
@@ -318,11 +320,11 @@ class LongNetEncoder(LongNet):
           key: in training, the random key of what is dropped.
 
         Returns:
-          The states [layers + 1, B, T, D], before the first layer and after each; and the output, [B, T, D] or the
+          A list of the states [B, T, D], before the first layer and after each; and the output, [B, T, D] or the
           logits of tokens.
         """
         last, every, _ = self.run(self.embed(tokens), num_tokens, key)
-        return ringjax.unpad(every, tokens.shape[1]), ringjax.unpad(self.output(last), tokens.shape[1])
+        return every, ringjax.unpad(self.output(last), tokens.shape[1])
 
 
 class LongNetDecoder(LongNet):
@@ -337,7 +339,7 @@ class LongNetDecoder(LongNet):
         decode: bool = False,
         prefill: bool = False,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "layers+1 B T D"], Float[Array, "B T E"]]:
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T E"]]:
         """Decodes.
 
         Args:
@@ -347,14 +349,14 @@ class LongNetDecoder(LongNet):
           key: in training, the random key of what is dropped.
 
         Returns:
-          The states [layers + 1, B, T, D], before the first layer and after each; and the output, [B, T, D] or the
+          A list of the states [B, T, D], before the first layer and after each; and the output, [B, T, D] or the
           logits of the next tokens.
         """
         if not decode:
             if prefill:
                 raise ValueError("prefill=True, but decode=False leaves the cache as it is: make decode True")
             last, every, _ = self.run(self.embed(tokens), None, key)
-            return ringjax.unpad(every, tokens.shape[1]), ringjax.unpad(self.output(last), tokens.shape[1])
+            return every, ringjax.unpad(self.output(last), tokens.shape[1])
         if key is not None:
             raise ValueError("key is given, but decode=True drops nothing: leave it out")
         index = self.layers.attention.cache_index

@@ -49,6 +49,7 @@ def test_states_and_output_of_the_original(name, devices, kind, dtype):
     expected = RECORDED[f"{name}/states"]
     assert np.abs(expected).max() > 8
     tolerance = 1e-5 if dtype == "float64" else 2e-4
+    states = np.stack(states)
     assert states.shape == (CASES[name]["depth"] + 1, 1, CASES[name]["length"] + 1, 64)
     np.testing.assert_allclose(states[:, 0, :: CASES[name]["every"]], expected, rtol=0, atol=tolerance)
     np.testing.assert_allclose(output[0], RECORDED[f"{name}/pooled"], rtol=0, atol=tolerance)
