@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, UInt
 
 from ringjax import _dropout
 from ringjax._branch import MAX_POSITIONS
+from ringjax._counts import is_integer
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
@@ -74,17 +75,13 @@ def check_numbers(
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate={dropout_rate!r} must be in [0, 1): it is the share of weights to drop")
     is_array = isinstance(query_offset, jax.Array)
-    is_integer = jnp.issubdtype(query_offset.dtype, jnp.integer) if is_array else _is_integer(query_offset)
-    if not is_integer or np.shape(query_offset) != ():
+    of_integers = jnp.issubdtype(query_offset.dtype, jnp.integer) if is_array else is_integer(query_offset)
+    if not of_integers or np.shape(query_offset) != ():
         raise TypeError(f"query_offset={query_offset!r} must be an integer, or an array of one without dimensions")
     if not isinstance(query_offset, Tracer) and int(query_offset) < 0:
         raise ValueError(f"query_offset={query_offset} must not be negative: the first key is at 0, the queries after")
-    if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
+    if block_size is not None and (not is_integer(block_size) or block_size < 1):
         raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
-
-
-def _is_integer(number: Any) -> bool:
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation: Any, implementations: Any) -> None:
@@ -137,16 +134,7 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
                 "give a pair, one array of queries and one of keys"
             )
         named = {"document_ids": (document_ids, query)}
-    for name, (ids, tokens) in named.items():
-        dtype = getattr(ids, "dtype", type(ids).__name__)
-        if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.signedinteger):
-            raise TypeError(f"{name} is of {dtype}: pass an array of signed integers, such as int32")
-        if ids.shape != tokens.shape[:-2]:
-            raise ValueError(
-                f"{name} has the shape {ids.shape}: it numbers the document of each token, "
-                f"so make that {tokens.shape[:-2]}"
-            )
-    of_queries, *of_keys = (_narrow(name, ids) for name, (ids, _) in named.items())
+    of_queries, *of_keys = (read_ids(name, ids, tokens.shape[:-2]) for name, (ids, tokens) in named.items())
     return of_queries, of_keys[0] if of_keys else of_queries
 
 
@@ -179,8 +167,19 @@ def _is_sorted(ids: Any) -> bool:
     return bool(((ids < 0) | (ids > before) | follows).all())
 
 
-def _narrow(name: str, ids: Any) -> Int[Array, "..."]:
-    """Returns document numbers in 32 bits at most."""
+def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """Returns the documents of tokens [*shape], in 32 bits at most.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    dtype = getattr(ids, "dtype", type(ids).__name__)
+    if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.signedinteger):
+        raise TypeError(f"{name} is of {dtype}: pass an array of signed integers, such as int32")
+    if ids.shape != shape:
+        raise ValueError(
+            f"{name} has the shape {ids.shape}: it numbers the document of each token, so make that {shape}"
+        )
     bounds = jnp.iinfo(jnp.int32)
     if jnp.dtype(ids.dtype).itemsize > 4 and not isinstance(ids, Tracer) and np.size(ids):
         known = np.asarray(ids)  # jax would trace the reductions of a constant

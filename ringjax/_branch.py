@@ -305,10 +305,9 @@ def _read_integers(branch: Any, *names: str) -> None:
     kind = type(branch).__name__
     for name in names:
         value = getattr(branch, name)
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name}={value!r} of {kind} must be an integer") from None
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}={value!r} of {kind} must be an integer")
+        number = operator.index(value)
         if number < 1:
             raise ValueError(f"{name}={number} of {kind} is below 1: it counts tokens, from 1 on")
         object.__setattr__(branch, name, number)

@@ -1,11 +1,14 @@
 """The cache of decoding: the rows that tokens to come may still see, however long the context is."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from ringjax._branch import MAX_POSITIONS
+from ringjax._counts import is_integer
 from ringjax._mesh import find_axis, sharded_zeros
 from ringjax._pattern import DilatedPattern
 
@@ -20,6 +23,20 @@ class Cache(NamedTuple):
     values: tuple[Float[Array, "*B R K V"], ...]
     length: Int[Array, ""]
     max_length: Int[Array, ""]
+
+
+def read_shape(input_shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Returns the batch, and the most tokens, of inputs [..., T, in_features].
+
+    Raises:
+      ValueError: for another shape, or more tokens than there are positions.
+    """
+    shape = tuple(input_shape)
+    if len(shape) < 2 or not all(is_integer(size) and size >= 0 for size in shape):
+        raise ValueError(f"input_shape={shape} must be [..., T, in_features]: the shape of inputs")
+    if not 1 <= shape[-2] <= MAX_POSITIONS:
+        raise ValueError(f"input_shape={shape} has {shape[-2]} tokens: make that between 1 and {MAX_POSITIONS}")
+    return shape[:-2], shape[-2]
 
 
 def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> list[int]:

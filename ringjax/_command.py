@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ringjax._branch import Branch, Segments, Window
@@ -12,6 +13,7 @@ from ringjax._machine import MACHINES
 from ringjax._pattern import DilatedPattern
 from ringjax._planner import FEATURES, Comparison, plan
 
+_PICTURES = ".png", ".svg", ".pdf"
 _UNITS = {"k": 2**10, "m": 2**20}
 # What the arguments of `plan` are called here.
 _FLAGS = {"num_tokens": "--tokens", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "is_causal": "--causal"}
@@ -99,25 +101,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command, and returns its exit status."""
     top = parser()
     options = top.parse_args(arguments)
-    if options.measure:
-        from ringjax._measure import measure, write  # noqa: PLC0415  # the rest allocates nothing
-
-        machine = measure()
-        write(machine, options.measure)
-        print(machine)
-        return 0
-    if not options.branches:
-        options.branches = [Segments(options.tokens)]
     try:
-        print_plan(options)
-    except (TypeError, ValueError) as error:
+        _check(options)
+        print_measured(options.measure) if options.measure else print_plan(options)
+    except (TypeError, ValueError, OSError) as error:
         print(f"ringjax plan: {_in_flags(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Checks what nothing else would, before anything is computed.
+
+    Raises:
+      ValueError: for an axis that is named twice, or a file that cannot be read or written.
+    """
+    names = [name for name, _ in options.mesh]
+    if len(set(names)) < len(names):
+        text = " ".join(f"{name}={size}" for name, size in options.mesh)
+        raise ValueError(f"--mesh {text} names an axis twice: give each once")
+    for name in ("plot", "measure"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path} is in no folder that there is: make it")
+    if options.plot is not None and Path(options.plot).suffix not in _PICTURES:
+        raise ValueError(f"--plot {options.plot} must end in one of {', '.join(_PICTURES)}")
+    if options.target_config is not None and not Path(options.target_config).is_file():
+        raise ValueError(f"--target-config {options.target_config} is no file: give one in XLA's text format")
+
+
+def print_measured(path: str) -> None:
+    """Measures this machine's devices, writes their figures, and prints them."""
+    from ringjax._measure import measure, write  # noqa: PLC0415  # the rest allocates nothing
+
+    machine = measure()
+    write(machine, path)
+    print(machine)
+
+
 def _in_flags(message: str) -> str:
     """Names the options of the command in place of the arguments of `plan`, such as --batch-size 3 of batch_size=3."""
+    message = re.sub(r"\bmesh\['(\w+)'\]=", r"--mesh \1=", message)
     return re.sub(rf"\b({'|'.join(_FLAGS)})=", lambda found: f"{_FLAGS[found[1]]} ", message)
 
 
@@ -139,7 +163,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
     mesh = dict(options.mesh)
     if num_devices is not None:
         mesh[options.axis_name] = num_devices
-    pattern = DilatedPattern(options.branches, merge="union" if options.union else "lse")
+    pattern = DilatedPattern(options.branches or [Segments(options.tokens)], merge="union" if options.union else "lse")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says what they do
         return plan(

@@ -5,7 +5,6 @@ The public function differentiates with an lse of its own; the rings need the ba
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from ringjax._block import Keys
 from ringjax._fused import FusedQueries
 from ringjax._pieces import Pairs
 from ringjax._spans import Span
+from ringjax._warning import warn
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _jax
@@ -43,7 +43,7 @@ def _missing() -> str | None:
     """Returns what jax or the machine lack of what is used here, with one warning."""
     missing = _find_missing(_jax) or (_find_lacking(_jax) if jax.default_backend() == "gpu" else None)
     if missing:
-        warnings.warn(f"cuDNN's attention is not used: {missing}", stacklevel=2)
+        warn(f"cuDNN's attention is not used: {missing}")
     return missing
 
 

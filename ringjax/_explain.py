@@ -60,6 +60,7 @@ def explain(
 
     Raises:
       ValueError: if the function makes no call of :func:`ring_dilated_attention`.
+      TypeError: if there is no function, and no array in its place.
 
     Example:
       >>> from ringjax import Segments
@@ -67,6 +68,8 @@ def explain(
       >>> print(explain(shape, shape, shape, pattern=[Segments(64)]).places[0])
       no mesh: one device computes all 64 tokens
     """
+    if not (callable(function) or hasattr(function, "shape")):
+        raise TypeError(f"function={function!r} must be a function or a module, or the query of a call")
     if not callable(function):
         function, arguments = ring_dilated_attention, (function, *arguments)
     # Static arguments, such as a pattern, stay as they are.

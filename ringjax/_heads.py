@@ -17,6 +17,7 @@ from ringjax._arguments import check_choices, check_numbers, read_order
 from ringjax._attention import ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cache import Cache, make_cache
+from ringjax._counts import check_count
 from ringjax._decode import Decoder
 from ringjax._implementation import NAMES
 from ringjax._mesh import check_mesh, find_placement, token_positions
@@ -65,13 +66,13 @@ class Settings:
     def __post_init__(self) -> None:
         num_heads, num_kv_heads, theta = self.num_heads, self.num_kv_heads, self.rope_theta
         for name in ("num_heads", "qkv_features"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
         if self.qkv_features % num_heads:
             raise ValueError(
                 f"qkv_features={self.qkv_features} does not divide over num_heads={num_heads}: make it a multiple"
             )
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        check_count("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
         check_numbers(None, self.logits_soft_cap, self.dropout_rate)

@@ -1,7 +1,6 @@
 """Which implementation computes each branch: the one that is named, or the first of a preference that can."""
 
 import dataclasses
-import warnings
 from typing import Literal
 
 from ringjax import _cudnn
@@ -9,6 +8,7 @@ from ringjax._fused import Fused
 from ringjax._mosaic import MosaicGpu, MosaicTpu
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
+from ringjax._warning import warn
 from ringjax._xla import Xla
 
 ImplementationName = Literal["xla", "cudnn", "mosaic"]
@@ -69,5 +69,5 @@ def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> Non
             if implementation.obstacle(request._replace(unmapped=()), prepared) is None:
                 reason = implementation.obstacle(request, prepared)
                 if reason is not None:
-                    warnings.warn(f"attention is computed without a fused kernel: {reason}", stacklevel=5)
+                    warn(f"attention is computed without a fused kernel: {reason}")
                 return

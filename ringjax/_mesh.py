@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
+
+from ringjax._warning import warn
 
 Axes = tuple[str, ...]
 
@@ -244,11 +245,10 @@ def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
 @functools.lru_cache(maxsize=64)
 def warn_of_idle(idle: tuple[str, ...], source: str, axis_name: str) -> None:
     """Warns of axes that nothing is cut over."""
-    warnings.warn(
+    warn(
         f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
         f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={idle[-1]!r}",
         MeshWarning,
-        stacklevel=5,
     )
 
 
@@ -262,11 +262,10 @@ def warn_of_length(placement: Placement, length: int) -> None:
 @functools.lru_cache(maxsize=64)
 def warn_of_whole(axis_name: str, shards: int) -> None:
     """Warns of results that are not sharded."""
-    warnings.warn(
+    warn(
         f"the {shards} devices of {axis_name!r} do not divide the length of query: the output comes back whole on "
         "each, which then computes all that follows; pad tokens once, before the model, with ringjax.pad_to_mesh",
         MeshWarning,
-        stacklevel=5,
     )
 
 

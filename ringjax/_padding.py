@@ -4,18 +4,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Shaped
 
+from ringjax._arguments import read_ids
+from ringjax._counts import is_integer
 from ringjax._mesh import check_mesh, find_mesh
 
 PADDING = -1  # the document of tokens that are none
 
 
 def pad_to_mesh(
-    tokens: Shaped[Array, "..."],
-    document_ids: Int[Array, "*B T"] | None = None,
+    tokens: Shaped[Array | np.ndarray, "..."],
+    document_ids: Int[Array | np.ndarray, "*B T"] | None = None,
     *,
     axis: int = -2,
     mesh: Mesh | AbstractMesh | None = None,
@@ -51,19 +54,13 @@ def pad_to_mesh(
       (2, 13, 4)
     """
     check_mesh(mesh, axis_name, None)
+    tokens = jnp.asarray(tokens)
     _check_axis(tokens, axis)
     shape = tokens.shape[: tokens.ndim + axis + 1]
-    if document_ids is None:
-        document_ids = jnp.zeros(shape, jnp.int32)
-    elif not jnp.issubdtype(document_ids.dtype, jnp.signedinteger):
-        raise TypeError(f"document_ids is of {document_ids.dtype}: pass an array of signed integers, such as int32")
-    elif document_ids.shape != shape:
-        raise ValueError(
-            f"document_ids has the shape {document_ids.shape}: it numbers each token, so make that {shape}"
-        )
+    ids = jnp.zeros(shape, jnp.int32) if document_ids is None else read_ids("document_ids", document_ids, shape)
     found, _ = find_mesh((tokens,), mesh)
     if found is None or axis_name not in found.axis_names:
-        return tokens, document_ids
+        return tokens, ids
     if axis_name in getattr(found, "manual_axes", ()):
         raise ValueError(f"pad_to_mesh inside a shard_map over {axis_name!r} sees one shard: call it before")
     missing = -tokens.shape[axis] % found.shape[axis_name]
@@ -72,10 +69,10 @@ def pad_to_mesh(
         ends = [(0, missing if axis == number - array.ndim else 0) for number in range(array.ndim)]
         return _shard(jnp.pad(array, ends, constant_values=value), axis, found, axis_name)
 
-    return pad(tokens, axis, 0), pad(document_ids, -1, PADDING)
+    return pad(tokens, axis, 0), pad(ids, -1, PADDING)
 
 
-def unpad(array: Shaped[Array, "..."], length: int, *, axis: int = -2) -> Shaped[Array, "..."]:
+def unpad(array: Shaped[Array | np.ndarray, "..."], length: int, *, axis: int = -2) -> Shaped[Array, "..."]:
     """Cuts padding off: the inverse of :func:`pad_to_mesh`, after which the length is whole on each device.
 
     Args:
@@ -88,12 +85,16 @@ def unpad(array: Shaped[Array, "..."], length: int, *, axis: int = -2) -> Shaped
 
     Raises:
       ValueError: for an `axis` that is not negative or that there is not, or a length beyond P.
+      TypeError: for a length that is no integer.
 
     Example:
       >>> unpad(jnp.ones((2, 16)), 13, axis=-1).shape
       (2, 13)
     """
+    array = jnp.asarray(array)
     _check_axis(array, axis)
+    if not is_integer(length):
+        raise TypeError(f"length={length!r} must be an integer: how many tokens to keep")
     if not 0 <= length <= array.shape[axis]:
         raise ValueError(f"length={length} is not between 0 and the {array.shape[axis]} tokens that there are")
     if length < array.shape[axis]:  # a sharded length cannot be cut to one that the mesh does not divide

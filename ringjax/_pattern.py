@@ -5,13 +5,14 @@ import functools
 import importlib
 import math
 import operator
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from ringjax._branch import Branch, Segments
+from ringjax._counts import check_count, is_integer
+from ringjax._warning import warn
 
 Offsets = Literal["interleaved", "blocked", "branch"]
 Merge = Literal["lse", "union"]
@@ -138,10 +139,15 @@ class DilatedPattern:
 
         A head keeps one token of each `rate`: with rates above the number of heads, most tokens are kept by none.
 
+        Raises:
+          ValueError: for a number below 1.
+
         Example:
           >>> DilatedPattern([Segments(4), Segments(16, rate=8)]).reach(16, num_kv_heads=2).in_any_head
           0.25
         """
+        check_count("length", length)
+        check_count("num_kv_heads", num_kv_heads)
         query = np.arange(length)
         beyond, num_keys = np.zeros((2, num_kv_heads, length))
         first, last = min(self.branches, key=lambda branch: branch.extent).seen(query)
@@ -204,8 +210,15 @@ class DilatedPattern:
           A matplotlib figure.
 
         Raises:
+          ValueError: for a number below 1, or a head that there is not.
           ModuleNotFoundError: without matplotlib, the extra ``plot``.
         """
+        counts = {"length": length, "num_kv_heads": num_kv_heads, "num_devices": num_devices}
+        for name, number in counts.items():
+            if not (name == "num_devices" and number is None):
+                check_count(name, number)
+        if not (is_integer(head) and 0 <= head < num_kv_heads):
+            raise ValueError(f"head={head!r} must be one of the num_kv_heads={num_kv_heads} heads, from 0 on")
         # Matplotlib is an extra: nothing else needs the module that does.
         pictures = importlib.import_module("ringjax._pictures")
         return pictures.plot_pattern(self, length, num_kv_heads, head, is_causal, num_devices)
@@ -236,12 +249,11 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> No
         return
     share = pattern.reach(min(length, _MOST_OF_REACH), num_kv_heads).in_any_head
     if share < 0.5:
-        warnings.warn(
+        warn(
             f"{share:.0%} of the queries see beyond their smallest branch, of {min(extents)} tokens, in any of the "
             f"{num_kv_heads} key/value heads: a head keeps one token of each rate, so use rates up to the number of "
             "heads, or more heads",
             ReachWarning,
-            stacklevel=4,
         )
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax._branch import Branch
+from ringjax._branch import MAX_POSITIONS, Branch
 from ringjax._call import Call
 from ringjax._cost import Work
+from ringjax._counts import check_count
 from ringjax._forecast import Forecast, all_forecasts, choose
 from ringjax._implementation import IMPLEMENTATIONS, NAME_OF, PREFERENCE
 from ringjax._machine import Machine, find_machine
@@ -253,10 +254,12 @@ def plan(
       'all_to_all'
     """
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, "interleaved", "lse", "all")
-    num_kv_heads, value_dim = num_kv_heads or num_heads, value_dim or head_dim
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
     sizes = {axis_name: mesh} if isinstance(mesh, int) else dict(mesh)
     counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
+    counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
     head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes)
     batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
@@ -308,8 +311,9 @@ def _read_dtype(dtype: Any) -> np.dtype:
 
 def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: str, features: Sequence[str]) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name}={count!r} must be a positive integer")
+        check_count(name, count)
+    if counts["num_tokens"] > MAX_POSITIONS:
+        raise ValueError(f"num_tokens={counts['num_tokens']} is above {MAX_POSITIONS}, the most positions: give fewer")
     if axis_name not in sizes:
         raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
     unknown = [name for name in features if name not in FEATURES]

@@ -107,12 +107,13 @@ def dilated_attention_reference(
     covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
     columns = [logits]
     if sinks is not None:
-        columns += [jnp.moveaxis(jnp.broadcast_to(sinks.astype(dtype), query.shape[:-1]), -1, -2)[..., None]]
-        covered = jnp.ones_like(covered)
+        sink = jnp.moveaxis(jnp.broadcast_to(jnp.asarray(sinks, dtype), query.shape[:-1]), -1, -2)  # [..., N, T]
+        columns += [sink[..., None]]
+        covered |= sink > -jnp.inf
     # Rows without a logit would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
-    logits, *sink = (jnp.where(covered[..., None], column, 0) for column in columns)
-    lse = jax.nn.logsumexp(jnp.concatenate([logits, *sink], axis=-1), axis=-1)  # [..., N, T]
-    weights = jnp.where(covered[..., None], jnp.exp(logits - lse[..., None]), 0)
+    columns = [jnp.where(covered[..., None], column, 0) for column in columns]
+    lse = jax.nn.logsumexp(jnp.concatenate(columns, axis=-1), axis=-1)  # [..., N, T]
+    weights = jnp.where(covered[..., None], jnp.exp(columns[0] - lse[..., None]), 0)
     if dropout_rate > 0:
         batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not broadcast_dropout)
         head_number = jnp.arange(num_heads)[:, None, None] * (not broadcast_dropout)

@@ -199,7 +199,7 @@ class RingDilatedAttention(linen.Module):
             attended = normalize_inner(attended, norm)
         dot_general = functools.partial(jax.lax.dot_general, out_sharding=output_sharding(inputs_q))
         out = dense(
-            self.out_features or inputs_q.shape[-1],
+            inputs_q.shape[-1] if self.out_features is None else self.out_features,
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
@@ -215,7 +215,7 @@ class RingDilatedAttention(linen.Module):
             ),
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            qkv_features=self.qkv_features or in_features,
+            qkv_features=in_features if self.qkv_features is None else self.qkv_features,
             **{name: getattr(self, name) for name in _SAME_SETTINGS},
         )
 

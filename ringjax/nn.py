@@ -10,7 +10,7 @@ from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
 from ringjax._branch import Branch
-from ringjax._cache import Cache
+from ringjax._cache import Cache, read_shape
 from ringjax._heads import (
     PositionEmbedding,
     Settings,
@@ -330,11 +330,10 @@ class RingDilatedAttention(nnx.Module):
             along "data"; by default what the module says. Loops whose types must not change ask for it.
 
         Raises:
-          ValueError: if the attention is not causal.
+          ValueError: if the attention is not causal, or the shape is no such shape.
           TypeError: if the dtype is no floating one.
         """
-        *batch, max_length, _ = input_shape
-        cache = self.settings.make_cache(tuple(batch), max_length, dtype, spec)
+        cache = self.settings.make_cache(*read_shape(input_shape), dtype, spec)
         for name, value in zip(_CACHE, cache, strict=True):
             setattr(self, name, nnx.Cache(value))
 

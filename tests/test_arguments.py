@@ -65,7 +65,7 @@ def test_exchange_sizes(unchecked):
         exchange(exchange_size=3)
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 2.5])
+@pytest.mark.parametrize("block_size", [0, -1, 2.5, True])
 def test_block_sizes(block_size, unchecked):
     with pytest.raises(ValueError, match=f"block_size={block_size} must be a positive integer: leave it out"):
         call(block_size=block_size)

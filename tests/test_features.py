@@ -272,6 +272,16 @@ def test_groups_that_a_tensor_axis_cuts(num_heads):
     assert_close(jax.device_get(actual), reference_results(arrays, **arguments))
 
 
+def test_a_sink_that_takes_nothing():
+    """Beside a row that sees no key it is a row of nothing: zeros, in the gradient too."""
+    arrays = make_arrays(documents="mixed")
+    arguments = {**PATTERN, "uses": "out", "sinks": np.array([-np.inf, 0.5, -np.inf, 1.0])}
+    expected = ring_results(arrays, dilated_attention_reference, **arguments)
+    assert (expected[1] == -np.inf).any()
+    assert all(np.isfinite(array).all() for array in (expected[0], *expected[2:]))
+    assert_close(ring_results(arrays, **arguments), expected)
+
+
 def test_documents_inside_the_callers_shard_map_and_under_vmap():
     arrays = make_arrays(documents="sorted")
     expected = reference_results(arrays, **PATTERN)

@@ -58,11 +58,22 @@ def test_what_is_padded():
         assert ringjax.pad_to_mesh(jnp.ones((length, 2)), **more)[0].shape == (length, 2)
 
 
+def test_arrays_of_numpy():
+    """As tokens are where they come from."""
+    tokens, ids = np.ones((1, LENGTH, 2), np.float32), np.zeros((1, LENGTH), np.int32)
+    for mesh in (None, make_mesh(seq=8)):
+        padded, documents = ringjax.pad_to_mesh(tokens, ids, mesh=mesh)
+        assert documents.shape == padded.shape[:2] == (1, 16 if mesh else LENGTH)
+    np.testing.assert_array_equal(ringjax.unpad(np.asarray(padded), LENGTH), tokens)
+
+
 def test_who_does_not_pad_is_told():
     warn_of_whole.cache_clear()
     module = make_module(mesh=make_mesh(seq=8))
-    with pytest.warns(ringjax.MeshWarning, match="8 devices of 'seq' do not divide .* pad tokens once, .*pad_to_mesh"):
+    words = "8 devices of 'seq' do not divide .* pad tokens once, .*pad_to_mesh"
+    with pytest.warns(ringjax.MeshWarning, match=words) as caught:
         out = module(jnp.ones((1, LENGTH, WIDTH), jnp.float32))
+    assert [warning.filename for warning in caught] == [__file__]
     assert out.sharding.is_fully_replicated
     warn_of_whole.cache_clear()
 
@@ -74,6 +85,8 @@ def test_who_does_not_pad_is_told():
         ({"axis": -4}, ValueError, "axis=-4 must be between -3 and -1"),
         ({"document_ids": jnp.zeros((1, 12), jnp.int32)}, ValueError, "document_ids has the shape (1, 12)"),
         ({"document_ids": jnp.zeros((1, LENGTH))}, TypeError, "pass an array of signed integers"),
+        ({"document_ids": [[0] * LENGTH]}, TypeError, "document_ids is of list: pass an array"),
+        ({"document_ids": np.full((1, LENGTH), 2**40)}, ValueError, "document_ids has numbers from 1099511627776"),
         ({"axis_name": "ring", "mesh": make_mesh(seq=2)}, ValueError, "has no axis axis_name='ring'"),
     ],
     ids=str,
@@ -83,9 +96,11 @@ def test_wrong_arguments(arguments, error, words, unchecked):
         ringjax.pad_to_mesh(jnp.ones((1, LENGTH, 2)), **arguments)
 
 
-def test_wrong_lengths_and_places():
+def test_wrong_lengths_and_places(unchecked):
     with pytest.raises(ValueError, match="length=14 is not between 0 and the 13 tokens"):
         ringjax.unpad(jnp.ones((1, LENGTH, 2)), 14)
+    with pytest.raises(TypeError, match="length='a' must be an integer: how many tokens to keep"):
+        ringjax.unpad(jnp.ones((1, LENGTH, 2)), "a")
     inside = jax.shard_map(
         lambda x: ringjax.pad_to_mesh(x)[0], mesh=make_mesh(seq=2), in_specs=P("seq"), out_specs=P("seq")
     )

@@ -119,6 +119,19 @@ def test_wrong_patterns_are_refused(lengths, rates, offsets, error, words, unche
         (lambda: Window(0), ValueError, "size=0 of Window is below 1"),
         (lambda: Window(4, -1), ValueError, "rate=-1 of Window is below 1"),
         (lambda: Window(1.5), TypeError, "size=1.5 of Window must be an integer"),
+        (lambda: Segments(True), TypeError, "length=True of Segments must be an integer"),
+        (lambda: DilatedPattern([Segments(4)]).reach(0, 1), ValueError, "length=0 must be a positive integer"),
+        (lambda: DilatedPattern([Segments(4)]).plot(0), ValueError, "length=0 must be a positive integer"),
+        (
+            lambda: DilatedPattern([Segments(4)]).plot(8, 2, head=2),
+            ValueError,
+            "head=2 must be one of the num_kv_heads=2 heads, from 0 on",
+        ),
+        (
+            lambda: DilatedPattern([Segments(4)]).plot(8, num_devices=0),
+            ValueError,
+            "num_devices=0 must be a positive integer",
+        ),
         (
             lambda: DilatedPattern([Window(4), Window(8)], heads="grouped").reach(8, 1),
             ValueError,

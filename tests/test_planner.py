@@ -79,6 +79,10 @@ def test_figures_in_json():
     [
         ({"device": "Q100"}, "device='Q100' is unknown: use one of A100, H100, H200, B200, v5e, v5p, v6e, cpu"),
         ({"num_heads": 0}, "num_heads=0 must be a positive integer"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be a positive integer"),
+        ({"value_dim": 0}, "value_dim=0 must be a positive integer"),
+        ({"node_size": -4}, "node_size=-4 must be a positive integer"),
+        ({"num_tokens": 2**31}, "num_tokens=2147483648 is above 2147483647, the most positions: give fewer"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=8"),
         ({"mesh": {"data": 8}}, "has no axis axis_name='seq': name one of data"),
         ({"mesh": {"seq": 4, "tensor": 3}}, "do not divide over the 3 devices of ('tensor',)"),
@@ -114,9 +118,19 @@ def test_the_command(capsys, tmp_path):
         (f"--device {figures}", "is no file of figures"),
         ("--exchange-size 3", "--exchange-size 3 does not serve 8 devices"),
         ("--heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
+        ("--mesh seq=0", "--mesh seq=0 must be a positive integer"),
+        ("--mesh seq=8 seq=4", "--mesh seq=8 seq=4 names an axis twice: give each once"),
+        ("--node-size 0", "--node-size 0 must be a positive integer"),
+        ("--tokens 4096M", "--tokens 4294967296 is above 2147483647"),
+        ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg is in no folder that there is: make it"),
+        ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),
+        ("--measure /nowhere/x", "--measure /nowhere/x is in no folder that there is"),
+        ("--compile --target-config /nowhere", "--target-config /nowhere is no file: give one in XLA's text format"),
     ):
         assert main(["plan", *wrong.split()]) == 2
-        assert words in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert words in printed.err
+        assert not printed.out
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,14 @@ def test_decoding_refuses_what_its_cache_cannot_hold(unchecked):
     attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, decode=True, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="dtype=.*int8.* of a cache must be a floating dtype"):
         attention.init_cache((2, 32, 32), jnp.int8)
+    for shape, words in (
+        ((32,), "input_shape=\\(32,\\) must be \\[..., T, in_features\\]"),
+        ((1, -5, 32), "input_shape=\\(1, -5, 32\\) must be"),
+        ((1, 0, 32), "input_shape=\\(1, 0, 32\\) has 0 tokens: make that between 1 and 2147483647"),
+        ((1, 2**31, 32), "has 2147483648 tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attention.init_cache(shape)
     attention.init_cache((2, 32, 32))
     for prefill in (False, True):
         with pytest.raises(ValueError, match="the inputs have the batch \\(1,\\), and the cache \\(2,\\)"):
@@ -171,7 +179,9 @@ def test_the_last_positions(unchecked):
         ({"spec": "data"}, TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
         ({"rope_theta": "a"}, TypeError, "rope_theta='a' must be a number"),
         ({"is_causal": "no"}, TypeError, "is_causal='no' must be True or False"),
-        ({"num_heads": 0}, ValueError, "num_heads=0 must be at least 1"),
+        ({"num_heads": 0}, ValueError, "num_heads=0 must be a positive integer"),
+        ({"num_heads": "4"}, ValueError, "num_heads='4' must be a positive integer"),
+        ({"num_kv_heads": 1.5}, ValueError, "num_kv_heads=1.5 must be a positive integer"),
     ],
     ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
 )
@@ -186,6 +196,12 @@ def test_modules_are_told_whether_they_have_sinks(unchecked):
         ringjax.RingDilatedAttention(4, 32, **PATTERN, sinks=jnp.zeros(4), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=words):
         ringjax.linen.RingDilatedAttention(4, **PATTERN, sinks=jnp.zeros(4)).init(jax.random.key(0), jnp.ones((8, 32)))
+
+
+def test_a_width_of_zero_is_none_in_linen(unchecked):
+    """Not that of the inputs."""
+    with pytest.raises(ValueError, match="qkv_features=0 must be a positive integer"):
+        ringjax.linen.RingDilatedAttention(4, qkv_features=0, **PATTERN).init(jax.random.key(0), jnp.ones((8, 32)))
 
 
 def test_arguments_of_flax(arrays):

@@ -1,0 +1,19 @@
+"""Warnings that show the line of the caller's own code, however deep in libraries the call is."""
+
+import sys
+import warnings
+
+# Those that may call ours in the caller's place.
+_LIBRARIES = frozenset({"ringjax", "flax", "jax", "jaxtyping"})
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns with the nearest line that is of no library that carries calls."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _package(frame.f_globals) in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package(names: dict[str, object]) -> str:
+    return str(names.get("__name__")).partition(".")[0]
