@@ -5,22 +5,19 @@
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 
 mpl.use("agg")
-from ringjax import DilatedPattern, Segments, Window
+from options import branch, in_options, positive
 
-KINDS = {"segments": Segments, "window": Window}
-LONGNET = ["segments:8", "segments:16:2", "segments:32:4"]
+from ringjax import DilatedPattern, Segments
 
-
-def branch_of(text: str) -> Segments | Window:
-    """Returns the branch in a text such as segments:16:2 or window:9."""
-    kind, *numbers = text.split(":")
-    return KINDS[kind](*map(int, numbers))
+LONGNET = [Segments(8), Segments(16, 2), Segments(32, 4)]
+OPTIONS = {"num_kv_heads": "--kv-heads", "head": "--head"}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,24 +25,34 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("path", type=Path, metavar="FILE", help="the picture to write, such as pattern.svg")
-    add("branches", nargs="*", default=LONGNET, metavar="BRANCH", help="segments:LENGTH[:RATE] or window:SIZE[:RATE]")
-    add("--tokens", type=int, default=32, help="length of the sequence")
-    add("--kv-heads", type=int, default=4, help="number of key/value heads")
+    usage = "segments:LENGTH[:RATE] or window:SIZE[:RATE]; LongNet's by default"
+    add("branches", nargs="*", type=branch, default=LONGNET, metavar="BRANCH", help=usage)
+    add("--tokens", type=positive, default=32, help="length of the sequence")
+    add("--kv-heads", type=positive, default=4, help="number of key/value heads")
     add("--head", type=int, default=1, help="the head to draw")
-    add("--devices", type=int, default=4, help="devices whose boundaries and hops are shown")
+    add("--devices", type=positive, default=4, help="devices whose boundaries and hops are shown")
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="draw no later keys")
     return parser.parse_args(argv)
 
 
-def main(arguments: argparse.Namespace) -> None:
+def draw(arguments: argparse.Namespace) -> None:
     """Writes the picture."""
     mpl.rcParams["svg.hashsalt"] = "ringjax"  # the same picture gives the same file
-    pattern = DilatedPattern([branch_of(text) for text in arguments.branches])
-    figure = pattern.plot(
+    figure = DilatedPattern(arguments.branches).plot(
         arguments.tokens, arguments.kv_heads, arguments.head, arguments.causal, num_devices=arguments.devices
     )
     figure.savefig(arguments.path, metadata={"Date": None} if arguments.path.suffix == ".svg" else None)
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the program; wrong input ends it with exit code 2."""
+    arguments = parse_arguments(argv)
+    try:
+        draw(arguments)
+    except (ValueError, OSError) as error:
+        print(f"draw_pattern.py: error: {in_options(error, OPTIONS)}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 if __name__ == "__main__":
-    main(parse_arguments())
+    main()

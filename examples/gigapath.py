@@ -25,6 +25,7 @@ from distribution import make_mesh, on_all_devices, parse_mesh
 from finetune import Settings, read_labels
 from finetune import run as run_finetuning
 from flax import nnx
+from options import in_options
 from slide_encoder import SlideEncoder
 from slides import Slide, read_slide, read_weights, synthetic_slide
 
@@ -32,6 +33,8 @@ NUM_TILES = 10_000
 DTYPES = ("float32", "bfloat16")
 # The options that a training must be resumed with.
 OF_MODEL = "heads", "global_pool", "padding", "max_wsi_size", "tile_size", "dtype", "dropout", "drop_path"
+# What arguments of the encoder are called here.
+OPTIONS = {"num_heads": "--heads", "max_wsi_size": "--max-wsi-size", "tile_size": "--tile-size"}
 STRATEGIES = ("ring", "all_gather", "all_to_all", "auto")
 
 
@@ -77,9 +80,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name in ("tiles", "out", "heatmap") if arguments.finetune else ("resume",):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} is {'not' if arguments.finetune else 'only'} for --finetune: leave it out")
-    for name in ("epochs", "accumulate"):
+    for name in ("heads", "max_wsi_size", "tile_size", "epochs", "accumulate"):
         if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} {getattr(arguments, name)} must be 1 at least")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 1 at least")
     for name in ("dropout", "drop_path"):
         if not 0 <= getattr(arguments, name) < 1:
             raise ValueError(
@@ -178,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_arguments(arguments)
         (run if arguments.finetune is None else train)(arguments)
     except (ValueError, OSError, RunError) as error:
-        print(f"gigapath.py: error: {error}", file=sys.stderr)
+        print(f"gigapath.py: error: {in_options(error, OPTIONS)}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunError) else 2) from error
 
 

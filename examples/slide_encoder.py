@@ -26,7 +26,13 @@ NAMES |= {f"encoder.{own}": f"encoder.{name}" for own, name in NAMES_OF_LONGNET.
 
 
 def segment_lengths_of(max_wsi_size: int, tile_size: int) -> tuple[int, ...]:
-    """Returns the five segment lengths for slides of so many pixels a side, in tiles of so many: 1024 to all tiles."""
+    """Returns the five segment lengths for slides of so many pixels a side, in tiles of so many: 1024 to all tiles.
+
+    Raises:
+      ValueError: for a slide of fewer tiles than the last rate.
+    """
+    if max_wsi_size < 4 * tile_size:
+        raise ValueError(f"max_wsi_size={max_wsi_size} is less than 4 tiles of {tile_size} pixels a side: give more")
     most = int(math.log2((max_wsi_size // tile_size) ** 2))
     return tuple(int(2**exponent) for exponent in np.linspace(math.log2(1024), most, 5))
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch_checkpoint import to_numpy
+
+NAMES = "features", "coords"
 
 
 class Slide(NamedTuple):
@@ -23,13 +26,14 @@ def read_slide(path: Path, option: str = "--tiles") -> Slide:
       ValueError: if the file is of another kind, is damaged, or has not these two, of as many tiles.
     """
     arrays = _read(path, option, {".h5": _read_h5, ".npz": _read_npz, ".pt": _read_torch})
-    for name in ("features", "coords"):
+    for name in NAMES:
         if name not in arrays:
             raise ValueError(
                 f"{option} {path} has no {name}, but {', '.join(arrays) or 'nothing'}: give it 'features' and 'coords'"
             )
-    slide = Slide(*(np.asarray(arrays[name], np.float32) for name in ("features", "coords")))
-    if slide.embeddings.ndim != 2 or slide.coordinates.shape != (len(slide.embeddings), 2) or not len(slide.embeddings):
+    arrays = to_numpy({name: arrays[name] for name in NAMES})
+    slide = Slide(*(_numbers(array, name, f"{option} {path}") for name, array in arrays.items()))
+    if slide.embeddings.ndim != 2 or slide.coordinates.shape != (len(slide.embeddings), 2) or not slide.embeddings.size:
         shapes = slide.embeddings.shape, slide.coordinates.shape
         raise ValueError(
             f"{option} {path} has features and coords of the shapes {shapes}: make them [T, width] and [T, 2]"
@@ -47,7 +51,8 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     """
     readers = {".pth": _read_torch, ".pt": _read_torch, ".safetensors": _read_safetensors, ".npz": _read_npz}
     arrays = _read(path, "--weights", readers)
-    return {name: np.asarray(array) for name, array in arrays.get("model", arrays).items()}
+    model = arrays.get("model")
+    return to_numpy(model if isinstance(model, Mapping) else arrays)
 
 
 def synthetic_slide(num_tiles: int, width: int) -> Slide:
@@ -58,13 +63,23 @@ def synthetic_slide(num_tiles: int, width: int) -> Slide:
     return Slide(rng.normal(size=(num_tiles, width)).astype(np.float32), coordinates.astype(np.float32))
 
 
+def _numbers(array: np.ndarray, name: str, source: str) -> np.ndarray:
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{source} has {name} of {array.dtype}: give real numbers")
+    with np.errstate(over="ignore"):  # what is too large is refused as infinite
+        return array.astype(np.float32)
+
+
 def _read(path: Path, option: str, readers: Mapping[str, Any]) -> Any:
     if path.suffix not in readers:
         raise ValueError(f"{option} {path} is of no known kind: give one of {', '.join(readers)}")
     if not path.is_file():
         raise ValueError(f"{option} {path} is no file: give one")
     try:
-        return readers[path.suffix](path)
+        arrays = readers[path.suffix](path)
+        if not isinstance(arrays, Mapping):
+            raise ValueError("no arrays by name")
+        return arrays
     except ImportError as error:
         raise ValueError(f"{option} {path} needs {error.name}: pip install {error.name}") from error
     except pickle.UnpicklingError as error:
@@ -79,12 +94,13 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
     import h5py  # noqa: PLC0415  # only where such files are read
 
     with h5py.File(path) as file:
-        return {name: np.asarray(file[name]) for name in ("features", "coords") if name in file}
+        return {name: np.asarray(file[name]) for name in NAMES if name in file}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
+    with path.open("rb") as file:
+        arrays = np.load(file, allow_pickle=False)  # of .npy files an array
+        return dict(arrays) if isinstance(arrays, Mapping) else arrays
 
 
 def _read_torch(path: Path) -> Any:
@@ -95,6 +111,10 @@ def _read_torch(path: Path) -> Any:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError  # noqa: PLC0415
     from safetensors.numpy import load_file  # noqa: PLC0415
 
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error

@@ -42,6 +42,7 @@ from distribution import TOKENS, check_fits, join, local_region, make_mesh, pars
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from metrics import COLUMNS, POSITIONS, Metrics, Row, plot, read_positions
+from options import in_options, positive, seed
 from tqdm import tqdm
 from training import State, Trainer, define_model, first_not_finite, make_trainer
 
@@ -67,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--segment-lengths", type=integers, default=(256, 2048, 8192), help="of the pattern's branches")
     add("--dilation-rates", type=integers, default=(1, 4, 8), help="of the pattern's branches")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
-    add("--seed", type=int, default=0, help="of the parameters and the order of the data")
+    add("--seed", type=seed, default=0, help="of the parameters and the order of the data")
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
     add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
     add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
@@ -110,13 +111,6 @@ def stored_configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the configuration of the checkpoint that the run goes on from."""
     with Checkpoints(arguments.out / "checkpoints", {}, arguments.resume or 0, read_only=True) as checkpoints:
         return checkpoints.stored
-
-
-def positive(text: str) -> int:
-    """Parses a positive number."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
 
 
 def ngram_bits(text: str) -> int:
@@ -306,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(arguments)
     except (ValueError, OSError, RunError) as error:
-        print(f"train_lm.py: error: {error}", file=sys.stderr)
+        message = in_options(error, {"num_heads": "--heads", "qkv_features": "--width"})
+        print(f"train_lm.py: error: {message}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunError) else 2) from error
     except jax.errors.JaxRuntimeError as error:
         if not arguments.distributed:

@@ -161,11 +161,24 @@ def test_the_picture_is_that_of_its_code(tmp_path, monkeypatch, capsys):
     path = tmp_path / "pattern.svg"
     monkeypatch.chdir(tmp_path)
     with mpl.rc_context():
-        draw_pattern.main(draw_pattern.parse_arguments([str(path)]))
+        draw_pattern.main([str(path)])
     for arguments, code in (([], 2), (["--help"], 0)):  # neither writes a file
         with pytest.raises(SystemExit) as ended:
-            draw_pattern.main(draw_pattern.parse_arguments(arguments))
+            draw_pattern.main(arguments)
         assert (ended.value.code, [path.name for path in tmp_path.iterdir()]) == (code, ["pattern.svg"])
         assert "FILE" in "".join(capsys.readouterr())
+    for arguments, words in (
+        ("x.svg foo", "'foo' is no branch: write segments:LENGTH[:RATE] or window:SIZE[:RATE]"),
+        ("x.svg segments:a", "'a' is no positive whole number"),
+        ("x.svg segments:2:4", "'segments:2:4': Segments(length=2, rate=4) has a rate above its length"),
+        ("x.svg --tokens 0", "'0' is no positive whole number"),
+        ("x.svg --head 9", "--head 9 must be one of the --kv-heads 4 heads"),
+        ("nowhere/x.svg", "nowhere/x.svg"),
+        ("x.weird", "weird"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            draw_pattern.main(arguments.split())
+        assert (ended.value.code, [path.name for path in tmp_path.iterdir()]) == (2, ["pattern.svg"])
+        assert words in capsys.readouterr().err
     shapes = lambda text: sorted(re.findall(r"(?:fill|stroke): (#\w+)", text))
     assert shapes(path.read_text()) == shapes((ROOT / "docs" / "pattern.svg").read_text())

@@ -73,6 +73,16 @@ def test_parameters_are_copied_by_no_call(files):
         ),
         ("--tiles encoder.npz", "--tiles encoder.npz has no features, but"),
         ("--tiles flat.npz", "has features and coords of the shapes ((4,), (4, 2)): make them [T, width] and [T, 2]"),
+        ("--tiles narrow.npz", "has features and coords of the shapes ((4, 0), (4, 2)): make them [T, width]"),
+        ("--tiles text.npz", "--tiles text.npz has features of <U1: give real numbers"),
+        ("--tiles array.npz", "--tiles array.npz cannot be read (no arrays by name)"),
+        ("--weights array.npz", "--weights array.npz cannot be read (no arrays by name)"),
+        ("--weights text.safetensors", "--weights text.safetensors cannot be read ("),
+        ("--weights model.npz", "the checkpoint has no patch_embed.proj.weight"),
+        ("--tile-size 0", "--tile-size 0 must be 1 at least"),
+        ("--max-wsi-size 1000", "--max-wsi-size 1000 is less than 4 tiles of 256 pixels a side: give more"),
+        ("--heads 7", "does not divide over --heads 7"),
+        ("--tiles large.npz", "--tiles large.npz has numbers that are not finite: mend them"),
         ("--tiles nan.npz", "--tiles nan.npz has numbers that are not finite: mend them"),
         (
             "--weights encoder.npz --tiles wide.npz",
@@ -87,6 +97,13 @@ def test_wrong_input(files, monkeypatch, capsys, options, words):
     monkeypatch.chdir(files)
     monkeypatch.setattr(gigapath, "encode", lambda *_, **__: pytest.fail("it went on to compile"))
     (files / "broken.npz").write_bytes((files / "slide.npz").read_bytes()[:100])
+    np.savez(files / "narrow.npz", features=np.ones((4, 0)), coords=np.ones((4, 2)))
+    np.savez(files / "text.npz", features=np.array([["a"]]), coords=np.ones((1, 2)))
+    np.savez(files / "large.npz", features=np.full((4, 24), 1e300), coords=np.ones((4, 2)))
+    np.savez(files / "model.npz", model=np.ones(3))
+    (files / "text.safetensors").write_text("no tensors")
+    with (files / "array.npz").open("wb") as file:
+        np.save(file, np.ones(3))
     np.savez(files / "flat.npz", features=np.ones(4), coords=np.ones((4, 2)))
     np.savez(files / "nan.npz", features=np.full((4, 24), np.nan), coords=np.ones((4, 2)))
     np.savez(files / "wide.npz", features=np.ones((4, 7)), coords=np.ones((4, 2)))
