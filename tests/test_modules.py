@@ -408,7 +408,7 @@ def test_the_slots_refuse_what_they_cannot_honour(unchecked):
     [
         ({"qkv_features": 30}, "qkv_features=30 does not divide over num_heads=4"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
-        ({"num_kv_heads": 0}, "num_kv_heads=0 must divide num_heads=4"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be a positive integer"),
         ({"qkv_features": 20, "rope_theta": 100.0}, "a head has the odd width 5"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0 must be positive"),
         ({"rope_theta": 100.0, "position_embedding": rotary_embedding}, "given beside position_embedding: give either"),
