@@ -30,9 +30,9 @@ class Addition(NamedTuple):
     many: Callable[[list[Total]], Total]
 
 
-# On CPUs every pass over all tokens costs: branches are added one by one, to the rows that they keep; the first one,
-# where it keeps all, to nothing. A fused kernel leaves its rows narrow and whole, and all its branches are added in one
-# pass over the tokens.
+# On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep. If the
+# first branch keeps all tokens in all heads, its results are put in place, not added. The dense branches of a
+# fused kernel are added all at once, in one pass over the tokens.
 
 
 def add_branches(

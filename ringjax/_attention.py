@@ -116,11 +116,11 @@ def ring_dilated_attention(
     that its branches keep, and these travel around the ring of devices that share a segment (ring attention, arXiv
     2310.01889; LongNet, arXiv 2307.02486, equations 9 to 11). Tokens stay in the caller's order.
 
-    The mesh is `mesh` if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds. If it has
-    no axis `axis_name`, or if there is none, each device computes all tokens. Inside the caller's own shard_map over
-    `axis_name` the arguments are the local shards, and their batches and heads count as all. A length that the mesh
-    does not divide is padded inside; its output is not sharded along the sequence, and what follows it is computed on
-    each device: see :func:`pad_to_mesh`.
+    The mesh is that of the caller's own shard_map, else `mesh`, else the one that the arrays carry, else the one that
+    `jax.set_mesh` holds. If it has no axis `axis_name`, or if there is no mesh, each device computes all tokens. Inside
+    the caller's own shard_map over `axis_name` the arguments are the local shards; their batches and heads are taken to
+    be all there are. A length that the mesh does not divide is padded inside. Its output then lies whole on each
+    device, and each device computes all that follows: see :func:`pad_to_mesh`.
 
     Args:
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
@@ -137,22 +137,24 @@ def ring_dilated_attention(
       offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`DilatedPattern`.
       merge: ``"lse"``, where a pair counts once for each branch that holds it, or ``"union"``, where it counts once.
       heads: ``"all"``, where every head runs every branch, or ``"grouped"``, where each runs one.
-      document_ids: integers [..., T], or a pair of [..., T] and [..., S] for queries and keys; any where S is not T.
-        Tokens attend to those of their own document alone, those of negative numbers to none: they give zeros. Tiles
-        whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked where they are known.
+      document_ids: integers [..., T], or a pair of [..., T] and [..., S] for queries and keys. Where S is not T, it
+        must be a pair. Tokens attend only within their own document. Tokens with a negative number attend to nothing
+        and give zeros. Tiles whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked
+        where they are known.
       documents_are_sorted: whether the numbers of documents do not decrease along a sequence, and negative ones stand
-        only between documents or at the ends: then cuDNN's kernel serves packed documents. By default so where the
-        numbers are known and are sorted. Where they are not, and it matters to the kernel, the results are NaN.
+        only between documents or at the ends: then cuDNN's kernel serves packed documents. By default True where the
+        numbers are known and sorted. A wrong True is an error where the numbers are known; elsewhere it gives NaN where
+        the kernel would be wrong.
       query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
-        2**31 - 1. Each integer is a program of its own; an array of one serves all offsets with one program, in which
-        shards rotate as if queries were anywhere.
+        2**31 - 1. Each integer compiles a program of its own. A scalar integer array serves all offsets with one
+        program, in which every device receives keys of all others.
       logits_soft_cap: the cap c of scaled logits, which are then ``c tanh(logits / c)``; none by default.
       sinks: a logit for each query head, [N] or what broadcasts to [..., T, N]: it takes part in the softmax of the
         head's rows and has no value (gpt-oss; zeros are "softmax off by one"). It is differentiated, neither scaled nor
         capped nor dropped, and is part of the lse.
-      dropout_rate: the probability with which an attention weight is dropped, in [0, 1); those that are kept are
-        divided by the rest. Which are depends on the seed, the batch, the head and the positions of query and key
-        alone, so not on the mesh; several branches drop a pair together.
+      dropout_rate: the probability with which an attention weight is dropped, in [0, 1); kept weights are divided by
+        ``1 - dropout_rate``. Which weights are dropped depends only on the seed, the batch, the head and the positions
+        of query and key, not on the mesh. Where several branches hold a pair, all of them drop it or none does.
       dropout_seed: an integer of 64 bits, an array of one, or a key of `jax.random`; asked for where weights are
         dropped.
       broadcast_dropout: whether all batches and heads drop the same weights.
@@ -164,27 +166,29 @@ def ring_dilated_attention(
         between groups of devices where heads do not suffice for all (USP, arXiv 2405.07719); ``"auto"`` for what is
         predicted to take the least time, in each branch or in all, see :func:`plan`. The results are the same.
       exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u
-        divides the query heads of a device, and its key/value heads or they u. By default the fewest after which
-        nothing travels, else the most there are.
+        divides the devices along the sequence and the query heads of a device; its key/value heads are a multiple or a
+        divisor of u. By default the smallest u after which nothing else travels, else the largest.
       implementation: ``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or
-        ``"mosaic"``, kernels for TPUs and Hopper GPUs; by default the fastest that can compute a branch on the devices
-        that there are, but not yet those for Hopper GPUs. cuDNN's takes bfloat16 and float16, and branches whose
-        dilation rate divides their segment and whose segments divide, or are divided by, what a device holds; those for
-        TPUs take bfloat16 and float32, those for Hopper GPUs bfloat16 and float16 and heads of 64 or 128.
-      block_size: the most rows of queries, and of keys, whose logits are computed at once, but for ``"cudnn"``; chosen
-        from shapes and devices by default. Smaller blocks take less memory and less work where a mask cuts them; larger
-        ones run faster.
+        ``"mosaic"``, kernels for TPUs and Hopper GPUs. By default each branch takes the fastest that can compute it on
+        these devices, but not the kernels for Hopper GPUs. cuDNN takes bfloat16 and float16. It takes segments of rate
+        1; other segments whose rate divides them, and which divide, or are divided by, what a device holds; and causal
+        windows, with limits. The kernels for TPUs take bfloat16 and float32. Those for Hopper GPUs take bfloat16 and
+        float16, and heads of width 64 or 128.
+      block_size: the most rows of queries, and of keys, whose logits are computed at once. By default it is chosen from
+        shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and less
+        work where a mask cuts them; larger ones run faster.
       mesh: the mesh to run on.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how query lies on the mesh, such as ``P("data", "seq", "tensor")``; key and value lie likewise. By default
-        what the arrays' types say. Only fused kernels ask for it, where a mesh has other axes that are Auto.
+        what the arrays' types say. Where the mesh has other Auto axes, ``"cudnn"`` and ``"mosaic"`` need it.
 
     Returns:
-      The output [..., T, N, V] in query's dtype, sharded along the sequence where the mesh divides T, even if query is
-      not, and otherwise like query. With `return_residual` also the lse [..., T, N] in float32 (float64 where an
-      argument is), of the weights before dropout. A row that attends to nothing is zero, with an lse of minus infinity
-      and zero gradient. Sums are accumulated in float32 at least. The backward needs both: under `jax.checkpoint` a
-      policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running the forward again.
+      The output [..., T, N, V] in query's dtype. Where the mesh divides T, it is sharded along the sequence, even if
+      query is not. Its other dimensions are sharded like query's. With `return_residual` also the log-sum-exp (lse)
+      [..., T, N] of the weights before dropout, in float32 (float64 where an argument is). A row that attends to
+      nothing is zero, with an lse of minus infinity and zero gradient. Sums are accumulated in float32 at least. The
+      backward needs the output and the lse: under `jax.checkpoint` a policy that saves the names ``"ringjax_out"`` and
+      ``"ringjax_lse"`` keeps it from running the forward again.
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an

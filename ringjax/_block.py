@@ -117,8 +117,9 @@ def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMa
     )
 
 
-# Compiled as functions: rings compute the same with other arrays, several times. All tiles are masked, also those whose
-# pairs all attend: a mask hides in the passes over the logits, and a path without one is as much to compile again.
+# Jitted, so that they are functions of the program: rings call them several times, with other arrays. All tiles are
+# masked, also those whose pairs all attend: masking is hidden in the passes over the logits, and a second path without
+# it would be as much again to compile.
 
 
 @functools.partial(jax.jit, static_argnames="weighting")

@@ -44,7 +44,7 @@ class Branch(abc.ABC):
     @property
     @abc.abstractmethod
     def modulus(self) -> int:
-        """What the positions of a kept query and of a kept key in its interval have to agree modulo."""
+        """The number modulo which the positions of a query and of the keys that it sees are equal."""
 
     @property
     @abc.abstractmethod
@@ -69,9 +69,9 @@ class Branch(abc.ABC):
 
     @abc.abstractmethod
     def within(self, stop: int, end: int, most: int) -> "Branch":
-        """Returns the same branch in numbers of 32 bits, given where tokens end, with padding and without.
+        """Returns the same branch in numbers of 32 bits. Tokens end at `stop` with padding, and at `end` without.
 
-        `most` is a number beyond all positions, heads and branches.
+        `most` is at least `stop`, the number of heads and the number of branches.
         """
 
     # Kept tokens are numbered through the whole sequence: their ranks.
@@ -214,7 +214,7 @@ class Window(Branch):
     2004.05150). Every token is a query and a key of every head, whatever the offsets.
 
     Args:
-      size: the number of keys w that a causal query sees at most; one that is not sees up to ``2 * w - 1``.
+      size: the most keys w that a causal query sees, its own included. Without causality it sees up to ``2 * w - 1``.
       rate: the distance r of these keys, in tokens.
 
     Raises:

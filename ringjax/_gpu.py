@@ -129,7 +129,7 @@ def _cap(scores: Array, weighting: Weighting) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """The softmax under way of each query: its maximum, as a power of two, its denominator, and its numerator."""
+    """The softmax under way of each query: its maximum, as an exponent of two, its denominator, and its numerator."""
 
     weighting: Weighting
     width: int

@@ -116,9 +116,9 @@ class Operand(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One branch on one shard: what meets there. What it sends waits for the arrays `earlier`.
+    """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
 
-    Where it `is_alone`, nothing is added to its results: those that travel do so as the caller has the arrays.
+    Where it `is_alone`, nothing is added to its results: those that travel have the dtypes of the caller's arrays.
     """
 
     queries: Operand

@@ -107,8 +107,8 @@ class Range(NamedTuple):
 class Outline(NamedTuple):
     """What is known of each tile of one side as a whole, from which it follows which tiles meet.
 
-    `low` and `high` are the interval's ends of queries, `low` None where no key is before it; both are the position of
-    keys. `is_full` says whether all rows are rows.
+    Of queries, `low` and `high` are the ends of their intervals; `low` is None where no key comes before these. Of
+    keys, both are the position. `is_full` says whether `is_key` holds for all rows.
     """
 
     low: Range | None

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringjax._machine import Machine, machine_of
 
-_ROWS, _WIDTH, _ROUNDS = 256, 64, 5
+_ROWS, _WIDTH, _STEPS, _ROUNDS = 256, 64, 64, 5
 
 
 def measure() -> Machine:
@@ -64,7 +64,7 @@ def _on_all(mesh: Mesh, function: Callable[..., Any], shape: tuple[int, ...], dt
     return _best(jax.jit(mapped), array)
 
 
-def _product_rate(mesh: Mesh, itemsize: int, steps: int = 64) -> float:
+def _product_rate(mesh: Mesh, itemsize: int) -> float:
     dtype = {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
 
     def tiles(rows: jax.Array) -> jax.Array:
@@ -72,12 +72,12 @@ def _product_rate(mesh: Mesh, itemsize: int, steps: int = 64) -> float:
             weights = jnp.exp(jnp.einsum("hqd,hkd->hqk", rows, rows))
             return rows + jnp.einsum("hqk,hkd->hqd", weights, rows) * 1e-6
 
-        return jax.lax.fori_loop(0, steps, body, rows)
+        return jax.lax.fori_loop(0, _STEPS, body, rows)
 
     heads = 8
     with jax.enable_x64(itemsize == 8):
         seconds = _on_all(mesh, tiles, (heads, _ROWS, _WIDTH), dtype)
-    return 4.0 * heads * _ROWS**2 * _WIDTH * steps / seconds
+    return 4.0 * heads * _ROWS**2 * _WIDTH * _STEPS / seconds
 
 
 def _memory_bandwidth(mesh: Mesh, numbers: int = 2**22) -> float:

@@ -202,7 +202,7 @@ def make_mask(meeting: Meeting) -> Mask:
 
 
 def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: bool = True) -> QueryMask:
-    """Returns what each query attends to, in tiles whose chunks do not meet by themselves or, if not, in any."""
+    """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
     branch = slots.branch
     token, is_row = slots.tokens()
     document, residue, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)

@@ -21,9 +21,10 @@ class Placement(NamedTuple):
     """How tokens and heads lie on a mesh, and which of its axes are still to be mapped over.
 
     `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
-    that shard_map has to make manual, none where there is no mesh or where the caller's own shard_map did. The rest
-    says how these axes cut the arrays; what the others, Auto all of them, do is the compiler's. `unmapped` holds those
-    of them that have several devices. The platform that is not known is jax's default one, until the call is lowered.
+    that shard_map has to make manual. It is empty where there is no mesh, or where the caller's own shard_map has made
+    all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions. `unmapped` holds the Auto
+    axes of several devices that are not mapped: what they cut, the compiler decides. Until the call is lowered, a
+    platform that is not known is taken to be jax's default one.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -141,8 +142,8 @@ def find_placement(
 ) -> Placement:
     """Returns the placement of a call's arrays.
 
-    The mesh is the argument if given, else the one that the arrays carry, else the one that `jax.set_mesh` holds. How
-    its axes cut the arrays is what `spec` says if given, else what the types of the arrays say of Explicit axes.
+    The mesh is that of `find_mesh`. How its axes cut the arrays is what `spec` says if given, else what the types of
+    the arrays say of Explicit axes.
 
     Raises:
       ValueError: if `spec` is given without a mesh or names axes that there are not, or if a
@@ -192,7 +193,10 @@ def find_placement(
 def find_mesh(
     arrays: Iterable[Array], mesh: Mesh | AbstractMesh | None = None
 ) -> tuple[Mesh | AbstractMesh | None, str]:
-    """Returns the mesh that a call runs on, if there is one, and where it is from."""
+    """Returns the mesh that a call runs on, if there is one, and where it is from.
+
+    That of the caller's own shard_map, else the argument, else the one that the arrays carry, else `jax.set_mesh`'s.
+    """
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes:  # no other mesh is possible there
         return context, "the caller's shard_map"
@@ -205,7 +209,7 @@ def find_mesh(
 
 
 class MeshWarning(UserWarning):
-    """A mesh is there, and its devices would all compute the same.
+    """A mesh is there, and its devices all compute the same: the attention, or what follows it.
 
     To stop instead of wasting devices, make the warning an error:
 

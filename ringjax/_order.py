@@ -14,12 +14,13 @@ from jaxtyping import Array
 
 
 def after(arrays: Any, earlier: Any) -> Any:
-    """Returns the arrays, on CPUs not before those that are `earlier`."""
+    """Returns the arrays. On CPUs they are made to depend on those that are `earlier`, and so come after them."""
     if not jax.tree.leaves(earlier):
         return arrays
 
     def wait(arrays: Any, earlier: Any) -> Any:
-        # Compilers drop dependencies that they see to be vain. How many bits of words are set at most they do not see.
+        # Compilers drop a dependency if they see that it changes nothing. They do not see that no word has more than 32
+        # set bits, so they keep this one.
         bits = [jax.lax.population_count(_word(array)) for array in jax.tree.leaves(earlier)]
         is_there = sum(bits[1:], bits[0]) <= 32 * len(bits)
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)

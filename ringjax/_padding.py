@@ -26,9 +26,9 @@ def pad_to_mesh(
 ) -> tuple[Shaped[Array, "..."], Int[Array, "*B P"]]:
     """Pads sequences with zeros to the next length P that the mesh divides, and shards them along it.
 
-    Attention gives back an output of a length that the mesh does not divide whole, on every device, and all that
-    follows is then computed on each. So pad once, where tokens enter the model; give the documents to each attention;
-    and take the padding out of the loss, or off the results with :func:`unpad`.
+    Where the mesh does not divide the length, attention returns its whole output on every device, and each device
+    computes all that follows. So pad once, where tokens enter the model. Give the documents to each attention. Leave
+    the padding out of the loss, or cut it off the results with :func:`unpad`.
 
     Args:
       tokens: [..., T, D], embeddings; or [..., T] with ``axis=-1``, such as the numbers of tokens.

@@ -24,9 +24,9 @@ _CHOICES = {"offsets": get_args(Offsets), "merge": get_args(Merge), "heads": get
 class Reach(NamedTuple):
     """How far the queries of a pattern see.
 
-    `beyond` is the share of queries, for each key/value head, that see a key beyond their smallest branch, where that
-    sees none; `in_any_head` the share of those that do in one head at least; `num_keys` the mean number of keys that a
-    query of each head sees, as often as branches hold them.
+    `beyond` has, for each key/value head, the share of queries that see a key outside the range of the smallest branch.
+    `in_any_head` is the share of queries that do so in one head at least. `num_keys` has, for each head, the mean
+    number of keys that a query sees; a key counts once for each branch that holds it.
     """
 
     beyond: np.ndarray

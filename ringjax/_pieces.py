@@ -21,8 +21,8 @@ from ringjax._spans import Labels, Span, are_apart, find_runs, find_shared
 class Pairs(NamedTuple):
     """Which rows of queries attend to which rows of keys: all, or those up to the diagonal where it `is_causal`.
 
-    Of these the nearest so many that a `window` has, and those of the same number of the `spans` of both sides, from
-    whose first rows the diagonal goes. Rows outside of these attend to none.
+    With a `window`, only that many, the nearest. With `spans`, only rows that are in the span of the same number on
+    both sides, and the diagonal begins at the first rows of these two spans. Rows outside of all spans attend to none.
     """
 
     is_causal: bool = False
@@ -83,8 +83,9 @@ def _labels(slots: Slots) -> Labels:
 class Piece(NamedTuple):
     """Some rows of queries and of keys that meet, and which of them attend to each other.
 
-    All, or where they are the `same` rows those up to the diagonal, of a window as far as that goes; where rows have
-    labels, those with the same ones. Where it `is_turned`, in reversed order those up to the diagonal.
+    All do, or those up to the diagonal where it `is_causal`, in a `window` if there is one. Where rows have `labels`,
+    only rows with the same labels do. Where it `is_turned`, those up to the diagonal do, of rows in reversed order.
+    `is_same` says that both sides are the same rows.
     """
 
     queries: slice

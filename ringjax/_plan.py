@@ -28,8 +28,8 @@ MAX_LOGITS = 2**24
 def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
     """Returns the most rows of queries, and of keys, that one tile of logits spans.
 
-    Logits are as wide for narrow rows, beside which they weigh more; many batches and heads make a tile by themselves;
-    and the CPU devices of one process compute their tiles in the same cache, each on one core: then it spans fewer.
+    It spans fewer rows in narrow dtypes: logits are as wide in these, and weigh more beside the rows. It spans fewer
+    where many batches and heads fill a tile by themselves, and where the CPU devices of one process share a cache.
     """
     rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
     while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
@@ -132,9 +132,10 @@ class Plan:
         return Heads(first, head.size, own, tuple(earlier), classes, is_member)
 
     def _members(self, numbers: range) -> tuple[Any, Any, Any]:
-        """Returns this shard's first head among these, the global numbers of as many as a shard has, and their members.
+        """Returns the local number of this shard's first head, the global numbers of its heads, and which are members.
 
-        Shards that hold fewer members than others also name heads that are none; None where all are members.
+        Members are heads in `numbers`. A shard that has fewer members than others also names heads that are none. The
+        last result is None where all heads are members.
         """
         local, shards = self.local_heads, self._num_head_parts
         if shards == 1:  # known beforehand, and folded where it is used

@@ -237,7 +237,8 @@ def plan(
       node_size: the devices of a node; what the device's figures say by default.
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
         figures in JSON.
-      exchange_size: how many devices exchange tokens for heads; by default as many as are needed.
+      exchange_size: how many devices exchange tokens for heads; by default the fewest after which nothing else travels,
+        else the most that serve.
       implementation: what computes; by default the fastest that serves.
       has_gradient: whether the gradient is counted too.
 

@@ -14,10 +14,10 @@ from ringjax._side import Side
 class Request(NamedTuple):
     """What a call asks for: the arrays or their shapes, and the platform.
 
-    `unmapped` are the axes of the mesh that shard_map does not map over, `needs` the arguments that need pairs to be
-    masked or weighted one by one. `has_lse_grad` says whether the lse may have a gradient. `device_kind` is what jax
-    calls the devices, `block_size` the most rows of a tile, where the caller says so. Where the `documents_are_sorted`,
-    the documents of tokens do not decrease.
+    `unmapped` are the axes of the mesh that shard_map does not map over. `needs` is what is asked for beyond the
+    pattern: arguments that few implementations serve. `has_lse_grad` says whether the lse may have a gradient.
+    `device_kind` is what jax calls the devices, `block_size` the most rows of a tile, where the caller says so. Where
+    the `documents_are_sorted`, the documents of tokens do not decrease.
     """
 
     query: Any
@@ -36,12 +36,12 @@ class Request(NamedTuple):
 class Implementation(abc.ABC):
     """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
 
-    What it makes of rows are its own: queries, softmaxes under way (partials) and gradients, trees of arrays that are
-    laid out. Only the axis of their slots is known.
+    Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
+    the axis of their slots.
     """
 
     slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
-    platform: str | None  # for which programs have to be lowered that it is in, as jax names it; None for any
+    platform: str | None  # the one that it runs on, as jax names it; None for any
     is_added_at_once: bool  # whether all dense branches are added in one pass over tokens, or one by one to their rows
 
     @abc.abstractmethod

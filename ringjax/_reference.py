@@ -68,7 +68,7 @@ def dilated_attention_reference(
       query_offset: the position of the first query; that of the first key is 0.
       logits_soft_cap: the cap c of logits, which are then ``c tanh(logits / c)``; none by default.
       sinks: one more logit of each row, [N] or what broadcasts to [..., T, N], which has no value.
-      dropout_rate: the probability with which a weight is dropped; those that are kept are divided by the rest.
+      dropout_rate: the probability with which a weight is dropped; kept weights are divided by ``1 - dropout_rate``.
       dropout_seed: an integer, or a key of `jax.random`; all pairs of batch, head and positions draw independently.
       broadcast_dropout: whether all batches and heads drop the same weights.
       return_residual: whether to return the log-sum-exp of each row too.

@@ -147,11 +147,12 @@ def _travel(
 ) -> _Sent:
     """Sends an operand's rows on their ways, and returns all gradients.
 
-    `visit(resident_grad, operand, tiles, hops, direction)` gives what one meeting contributes to the gradient of the
-    travelling arrays, and adds the rest to the other. What a shard contributes to the gradient of its own arrays stays
-    there: as many permutes of the gradient as of the arrays. Each is issued before the computation of a step and not
-    needed until after it, so that the two can overlap. So a shard's own rows are visited in two parts where there is a
-    halo: one while it comes, and one while its gradient returns.
+    `visit(resident_grad, operand, tiles, hops, direction)` computes one meeting. It returns what this contributes to
+    the gradient of the arrays that travel, and the gradient of the arrays that stay with what this adds. What a shard
+    contributes to the gradient of its own arrays is not sent: so there are as many permutes of the gradient as of the
+    arrays. Each permute is issued before the computation of a step and not needed until after it, so that the two can
+    overlap. For this a shard visits its own rows in two parts where there is a halo: one while the halo comes, and one
+    while its gradient returns.
     """
     rotating = [leg for leg in legs if leg.rotations]
     turn = lambda leg: functools.partial(visit, direction=leg.direction)

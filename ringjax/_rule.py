@@ -30,9 +30,9 @@ def ring_attention(
 
 
 def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
-    """Maps a function of devices. Under vmap its axis is one more of the batch: so each skips the tiles that it can.
+    """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
 
-    But where instances draw for themselves, or begin at positions of their own.
+    With a dropout seed, or with an offset for each instance, it is an ordinary vmap instead.
     """
 
     def run(plan: Plan, *arrays: Array | None) -> Any:

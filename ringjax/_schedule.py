@@ -49,14 +49,15 @@ class BranchSchedule:
     """One branch of a pattern on shards of `queries` and of `keys`, whose rows meet on their ways.
 
     Rotations go round rings of `ring_size` consecutive shards; the last ring may be shorter. Either rings are closed,
-    and one leg brings each of its shards the rows of all others, or the legs bring what is seen of the neighbours.
-    `is_general` says that queries and keys lie differently: then all shards form one ring.
+    and one leg brings each shard the rows of all others in its ring. Or rings are open, and the legs bring only the
+    rows of neighbours that are seen. `is_general` says that queries and keys differ in their positions or their number:
+    then all shards form one ring.
 
-    In a union, pairs of the `earlier` branches are left out: their numbers and themselves. A shard is `exchange_size`
-    consecutive devices, which exchanged tokens for heads, or rows of the branch alone where it `exchanges_rows`. The
-    `strategy` is how rows meet, the `implementation` what computes them, with the two halves of balanced shards sorted
-    where it `sorts_halves`; `tile_rows` are the most rows of its tiles of queries and of keys, where these do not end
-    with chunks.
+    In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
+    `exchange_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
+    exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them.
+    Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
+    queries and of keys, where tiles do not end with chunks.
     """
 
     branch: Branch

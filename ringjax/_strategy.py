@@ -58,9 +58,9 @@ def read_exchange_sizes(
 
 
 def lay_ways(make: Callable[[int], Schedules], strategy: str, sizes: tuple[int, ...], heads: str) -> Schedules:
-    """Returns the schedules of a strategy, of those that `make` gives for a number of devices that exchange.
+    """Returns the schedules of a strategy; `make` gives the schedules for a number of devices that exchange.
 
-    That is the least of the `sizes` with which nothing travels otherwise, or else the largest.
+    That number is the smallest of `sizes` after which nothing else travels, or else the largest.
     """
     branches = make(1)
     if strategy == "all_gather":

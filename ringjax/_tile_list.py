@@ -13,7 +13,7 @@ from ringjax._mask import Visits
 
 # What a step finds where it multiplies: nothing, tiles that a mask cuts, tiles that none cuts, or some of all these.
 NOTHING, CUT, WHOLE, SOME = range(4)
-_FIRST, _LAST, _PARTS, _LIST = 2, 3, 4, 12  # the bits of what a step is told, beside its case; there are eight parts
+_FIRST, _LAST, _PARTS, _LIST = 2, 3, 4, 12  # the bits of what a step is told, with room for eight parts
 _HALF = 16
 
 

@@ -168,7 +168,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         masks = _widen(columns, rows), _rows(key_mask, at)
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
-        # The maximum is one of powers of two, and in all lanes.
+        # The maximum is that of exponents of two, and in all lanes.
         former = maximum_ref[some]
         maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
         weights = jnp.exp2(scores * unit - _widen(maximum, rows))

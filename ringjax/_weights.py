@@ -61,7 +61,7 @@ def attention_weights(
       query: [..., T, N, H], all queries; or the chunk of them that begins at `query_offset`.
       key: [..., S, K, H], all keys.
       rows: the numbers of R queries, from 0 to T - 1.
-      pattern: as :func:`ring_dilated_attention` takes it, and so are the others.
+      pattern: the branches; it and all below as :func:`ring_dilated_attention` takes them.
       segment_lengths: the segment length of each branch, in tokens.
       dilation_rates: the dilation rate of each branch.
       is_causal: whether a query sees no later keys.

@@ -64,10 +64,11 @@ class RingDilatedAttention(linen.Module):
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
       broadcast_dropout: whether all batches and heads drop the same weights.
       documents_are_sorted: whether calls number documents in their order, see :func:`ring_dilated_attention`.
-      deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
+      deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
-      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
+      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default the
+        fewest after which nothing else travels, else the most that serve.
       implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
         :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
@@ -153,10 +154,10 @@ class RingDilatedAttention(linen.Module):
         sow_weights: bool = False,
         prefill: bool = False,
     ) -> Float[Array, "*B T E"]:
-        """Attends; the arguments are those of :class:`ringjax.RingDilatedAttention`.
+        """Attends; the arguments are those of :class:`ringjax.RingDilatedAttention`, but for `decode` and `rngs`.
 
-        And two of Flax's module: `inputs_kv`, of keys and values both, and `dropout_rng`, the key that dropout draws
-        from instead of the stream "dropout".
+        There are two of Flax's module: `inputs_kv`, of keys and values both, and `dropout_rng`, the key that dropout
+        draws from instead of the stream "dropout".
         """
         check_flax_arguments(mask, sow_weights)
         check_prefill(prefill, self.decode)

@@ -62,10 +62,11 @@ class RingDilatedAttention(nnx.Module):
       dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
       broadcast_dropout: whether all batches and heads drop the same weights.
       documents_are_sorted: whether calls number documents in their order, see :func:`ring_dilated_attention`.
-      deterministic: whether calls drop nothing; asked for by calls where there is a dropout rate.
+      deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
-      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default as many as are needed.
+      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default the
+        fewest after which nothing else travels, else the most that serve.
       implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
         :func:`ring_dilated_attention`.
       precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
@@ -320,14 +321,15 @@ class RingDilatedAttention(nnx.Module):
     def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32, *, spec: Any = None) -> None:
         """Makes the cache of a sequence that is to be continued: with `decode`, calls then take its next tokens.
 
-        Per branch and head it holds the rows that are kept of one segment, however long the sequence. On a mesh with
-        the sequence axis these are sharded along it.
+        For each branch and head it holds the kept rows of one segment, or the last rows of a window, however long the
+        sequence is. On a mesh with the sequence axis these rows are sharded along it.
 
         Args:
           input_shape: the shape [..., T, in_features] of inputs with the most tokens that there may be.
           dtype: the dtype of cached keys and values, a floating one.
           spec: how the heads [..., T, N, H] lie on the mesh, such as ``P("data", "seq")`` for batches that are sharded
-            along "data"; by default what the module says. Loops whose types must not change ask for it.
+            along "data"; by default the module's `spec`. A loop that carries the cache may need it, because the type of
+            a carry must not change.
 
         Raises:
           ValueError: if the attention is not causal, or the shape is no such shape.

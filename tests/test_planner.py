@@ -157,7 +157,8 @@ def test_devices_are_known_by_their_kinds(kind, name):
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):
-    monkeypatch.setattr("ringjax._measure._ROUNDS", 1)
+    for name in ("_ROUNDS", "_STEPS"):
+        monkeypatch.setattr(f"ringjax._measure.{name}", 1)
     path = tmp_path / "figures.json"
     assert main(["plan", "--measure", str(path)]) == 0
     comparison = plan(LONGNET, num_tokens=32768, num_heads=8, dtype="float32", device=str(path))
