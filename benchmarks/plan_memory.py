@@ -26,6 +26,7 @@ from ringjax._machine import MACHINES
 
 CHIPS = {"8 H100s": "H100", "v5e:2x4": "v5e"}
 CASES = 30  # on each
+SEED = 2  # of draws that nobody looked at while the count was made
 
 
 def draw_case(draw: random.Random) -> tuple[str, dict[str, Any]]:
@@ -78,7 +79,7 @@ def measure() -> list[dict[str, Any]]:
     """Returns what was counted over what was compiled, in each case."""
     rows = []
     for topology in CHIPS:
-        draw = random.Random(0)
+        draw = random.Random(SEED)
         for _ in range(CASES):
             case, options = draw_case(draw)
             counted, compiled = peaks(topology, options)

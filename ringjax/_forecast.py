@@ -13,15 +13,14 @@ from ringjax._call import Call
 from ringjax._cost import (
     Direction,
     Message,
-    RowBytes,
     Work,
     branch_messages,
     exchange_messages,
     messages,
     num_pairs,
-    queries_travel,
 )
 from ringjax._machine import Machine
+from ringjax._memory import peak_bytes
 from ringjax._schedule import BranchSchedule
 from ringjax._strategy import STRATEGIES, Schedules
 
@@ -103,7 +102,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         tuple(found),
         sum(_pairs(call.work, branch) for branch in branches),
         (forward, backward),
-        _memory(_padded(call.work, machine.lanes), branches, has_gradient),
+        peak_bytes(call.work, branches, machine.lanes, has_gradient),
         seconds["forward"],
         seconds.get("backward", ZERO),
     )
@@ -186,46 +185,3 @@ def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, directio
     sums = 2 * (queries * row.query_grad + keys * row.keys_grad)
     moved = num_meetings * (queries * row.queries + keys * row.keys + sums)
     return moved + 2 * tokens * work.width
-
-
-def _padded(work: Work, lanes: int) -> Work:
-    pad = lambda width: -(-width // lanes) * lanes
-    return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
-
-
-def _memory(work: Work, branches: Schedules, has_gradient: bool) -> int:
-    """The bytes that are there at once: arguments, results, sums of branches, and what the largest branch needs.
-
-    Compilers also copy, which is not counted, and reuse what is no longer needed.
-    """
-    tokens = max(branch.of_devices().queries.shard_length for branch in branches) * work.batch
-    keys = max(branch.of_devices().keys.shard_length for branch in branches) * work.batch * work.local_heads(1)
-    query, out = tokens * work.num_heads * work.width, tokens * work.num_heads * work.value_width
-    of_keys = keys * (work.width + work.value_width)
-    arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    sums = results * work.sum_itemsize if len(branches) > 1 else 0
-    of_branches = max(_held_by(work, branch, has_gradient) for branch in branches)
-    return (arguments + results) * work.itemsize + sums + of_branches
-
-
-def _held_by(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
-    """The bytes of a branch's rows, of their sums, and of rows that arrive."""
-    row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
-    queries, keys = branch.queries.num_slots, branch.keys.num_slots
-    if has_gradient:
-        of_queries, sums = row.queries, queries * row.query_grad + keys * row.keys_grad
-    else:
-        of_queries = work.query_row(branch)
-        sums = queries * work.batch * heads * work.value_width * work.sum_itemsize
-    return queries * of_queries + keys * row.keys + sums + _arriving(branch, row, has_gradient)
-
-
-def _arriving(branch: BranchSchedule, row: RowBytes, has_gradient: bool) -> int:
-    of_key = row.keys + has_gradient * row.keys_grad
-    if branch.is_local:
-        return 0
-    if branch.strategy == "all_gather":
-        return branch.gather_size * branch.keys.num_slots * of_key
-    if has_gradient and queries_travel(branch, row):
-        return branch.queries.num_slots * (row.queries + row.query_grad)
-    return branch.keys.num_slots * of_key

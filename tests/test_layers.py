@@ -75,7 +75,8 @@ ALLOWED = {
     "_arguments": {"_branch", "_counts", "_dropout"},
     "_machine": {"_cost"},
     "_call": {"_cost", "_implementation", "_pattern", "_protocol", "_schedule", "_strategy"},
-    "_forecast": {"_call", "_cost", "_machine", "_schedule", "_strategy"},
+    "_memory": {"_cost", "_implementation", "_schedule", "_strategy"},
+    "_forecast": {"_call", "_cost", "_machine", "_memory", "_schedule", "_strategy"},
     "_planner": {
         "_branch",
         "_call",

@@ -213,6 +213,19 @@ def test_what_a_device_holds():
     assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
 
 
+def test_what_arrives_takes_its_rows():
+    """Queries with their gradients in a ring, a halo of them in a window; and of gathered segments all keys."""
+    size = {"num_tokens": 65536, "num_heads": 4, "device": "v5p", "is_causal": True}
+    window = lambda rows: plan([Window(rows)], **size).forecasts[0]
+    assert window(1025).strategy == "ring"
+    query = 4 * (128 * (2 + 2 + 4) + 2 * 4)  # of four heads: itself, its cotangent and gradient, lse and delta
+    key = 4 * 128 * 2 * (2 + 4)  # and value, with gradients
+    assert window(1025).memory - window(513).memory == 512 * query
+    segments = {one.strategy: one.memory for one in plan([Segments(65536)], **size).forecasts}
+    results = 8192 * 4 * 128 * 3 * 2  # there after what was gathered
+    assert segments["all_gather"] - segments["ring"] == 8 * 8192 * key - 8192 * query - results
+
+
 def test_the_same_call_is_served_the_same_way():
     mesh, arguments = make_mesh(seq=8), {"pattern": LONGNET, "is_causal": True}
     shape = jax.ShapeDtypeStruct((1, 4096, 8, 16), jnp.float32)
