@@ -6,6 +6,7 @@
 import json
 import subprocess
 import sys
+import textwrap
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -30,15 +31,18 @@ CLAIMS = {
     "deviceless": "cuDNN has an engine for all that it is asked for",
     "ahead_of_time": "On H100s and TPUs the ring sends the fewest bytes and hides all of them behind computation",
 }
+MOST_LETTERS = 80  # of a line of a name, beside which there is room for bars
 HOURS = ("random_search",)  # what is run by its own command alone
 
 
 def plot(name: str, rows: list[dict]) -> None:
     """Draws the first number of each row as a bar, named by the texts before it."""
-    names = [", ".join(value for value in row.values() if isinstance(value, str)) for row in rows]
+    texts = [", ".join(value for value in row.values() if isinstance(value, str)) for row in rows]
+    names = [textwrap.fill(text, MOST_LETTERS) for text in texts]
     values = [next(value for value in row.values() if isinstance(value, float)) for row in rows]
     label = next(key for key, value in rows[0].items() if isinstance(value, float))
-    figure, axes = plt.subplots(figsize=(9, 0.5 + 0.35 * len(rows)), layout="constrained")
+    lines = sum(name.count("\n") + 1 for name in names)
+    figure, axes = plt.subplots(figsize=(9, 0.5 + 0.35 * len(rows) + 0.2 * (lines - len(rows))), layout="constrained")
     axes.barh(names[::-1], values[::-1])
     axes.axvline(1, color="gray", linewidth=1)
     axes.set_xlabel(label)
