@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ringjax
 
 Model = TypeVar("Model", bound=nnx.Module)
+Arrays = TypeVar("Arrays")
 AXES = ("data", "fsdp", "seq", "tensor")
 TOKENS = P(("data", "fsdp"), "seq")  # how tokens [B, T] lie on the mesh
 
@@ -83,10 +84,13 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
 
 def on_all_devices(model: Model, mesh: Mesh | None) -> Model:
     """Returns a model with its parameters on each device of a mesh, if there is one; else every call copies them."""
-    if mesh is None:
-        return model
     definition, state = nnx.split(model)
-    return nnx.merge(definition, jax.device_put(state, NamedSharding(mesh, P())))
+    return nnx.merge(definition, replicate(state, mesh))
+
+
+def replicate(arrays: Arrays, mesh: Mesh | None) -> Arrays:
+    """Returns arrays on each device of a mesh, if there is one."""
+    return arrays if mesh is None else jax.device_put(arrays, NamedSharding(mesh, P()))
 
 
 def check_fits(mesh: Mesh, sizes: dict[str, tuple[int, tuple[str, ...]]]) -> None:

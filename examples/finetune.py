@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from checkpoints import Checkpoints
+from distribution import on_all_devices, replicate
 from flax import nnx
 from slide_encoder import SlideEncoder
 from slides import Slide, read_slide
@@ -148,7 +149,9 @@ def finetune(
       settings: how to train.
       checkpoints: where the state is written after each epoch, and read from first.
     """
-    definition, params = nnx.split(classifier)
+    # All where a step leaves its results, or the second step would be compiled once more.
+    mesh = classifier.encoder.mesh
+    definition, params = nnx.split(on_all_devices(classifier, mesh))
     optimizer = make_optimizer(params, classifier.encoder.num_layers, len(classes), settings)
 
     @jax.jit
@@ -161,7 +164,7 @@ def finetune(
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state, first, seed = optimizer.init(params), 0, jax.random.key(settings.seed)
+    state, first, seed = replicate(optimizer.init(params), mesh), 0, jax.random.key(settings.seed)
     if checkpoints is not None and checkpoints.step:
         found = checkpoints.restore({"params": params, "opt_state": state})
         params, state, first = found["params"], found["opt_state"], checkpoints.step

@@ -35,8 +35,11 @@ def losses_of(mesh, epochs=7):
     return list(finetune.finetune(classifier, list(map(pad, make_slides())), [0, 1, 1], settings))
 
 
-def test_losses_are_those_of_one_device():
-    alone, together = losses_of(None), losses_of(make_mesh(seq=8))
+def test_losses_are_those_of_one_device(caplog):
+    alone = losses_of(None)
+    with jax.log_compiles():
+        together = losses_of(make_mesh(seq=8))
+    assert sum("Finished XLA compilation of jit(step)" in line for line in caplog.messages) == 1
     assert len(alone) == 21
     np.testing.assert_allclose(together, alone, rtol=2e-4)
     assert np.mean(alone[-6:]) < np.mean(alone[:6])
