@@ -24,9 +24,9 @@ from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
 from ringjax._branch import Branch
+from ringjax._call import choose_block_size
 from ringjax._cost import Work, messages
 from ringjax._hlo import permutes
-from ringjax._plan import choose_block_size
 from ringjax._schedule import make_schedule
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536

@@ -74,7 +74,7 @@ def check_numbers(
         )
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate={dropout_rate!r} must be in [0, 1): it is the share of weights to drop")
-    is_array = isinstance(query_offset, jax.Array)
+    is_array = isinstance(query_offset, jax.Array | np.ndarray)
     of_integers = jnp.issubdtype(query_offset.dtype, jnp.integer) if is_array else is_integer(query_offset)
     if not of_integers or np.shape(query_offset) != ():
         raise TypeError(f"query_offset={query_offset!r} must be an integer, or an array of one without dimensions")
@@ -90,13 +90,22 @@ def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal={is_causal!r} must be True or False")
+    check_causal(is_causal)
     if strategy not in strategies:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, strategies))}")
     if implementation is not None and implementation not in implementations:
         known = ", ".join(map(repr, implementations))
         raise ValueError(f"implementation={implementation!r} is unknown: use one of {known}, or None for the fastest")
+
+
+def check_causal(is_causal: Any) -> None:
+    """Checks whether queries see later keys.
+
+    Raises:
+      TypeError: if that is neither true nor false.
+    """
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal={is_causal!r} must be True or False")
 
 
 def check_positions(length: int, key_length: int, query_offset: int) -> None:
@@ -147,7 +156,7 @@ def read_order(documents_are_sorted: Any, document_ids: Any = None) -> bool:
     if documents_are_sorted not in (None, True, False):
         raise TypeError(f"documents_are_sorted={documents_are_sorted!r} must be True, False or None")
     given = document_ids if isinstance(document_ids, tuple | list) else (document_ids,)
-    if document_ids is None or any(isinstance(ids, Tracer) for ids in given):
+    if document_ids is None or not all(map(_is_known, given)):
         return bool(documents_are_sorted)
     is_sorted = all(map(_is_sorted, given))
     if documents_are_sorted and not is_sorted:
@@ -158,9 +167,12 @@ def read_order(documents_are_sorted: Any, document_ids: Any = None) -> bool:
     return is_sorted and documents_are_sorted is not False
 
 
+def _is_known(ids: Any) -> bool:
+    """Whether the numbers of documents are there to be read: not traced, and not of other processes too."""
+    return not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True)
+
+
 def _is_sorted(ids: Any) -> bool:
-    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
-        return False
     ids = np.asarray(ids).reshape(-1, np.shape(ids)[-1])
     before = np.maximum.accumulate(np.pad(ids, ((0, 0), (1, 0)), constant_values=-1), axis=1)[:, :-1]
     follows = ids == np.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
@@ -181,7 +193,7 @@ def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
             f"{name} has the shape {ids.shape}: it numbers the document of each token, so make that {shape}"
         )
     bounds = jnp.iinfo(jnp.int32)
-    if jnp.dtype(ids.dtype).itemsize > 4 and not isinstance(ids, Tracer) and np.size(ids):
+    if jnp.dtype(ids.dtype).itemsize > 4 and _is_known(ids) and np.size(ids):
         known = np.asarray(ids)  # jax would trace the reductions of a constant
         least, most = known.min(), known.max()
         if least < bounds.min or most > bounds.max:
@@ -203,8 +215,7 @@ def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None
     is_array = isinstance(dropout_seed, jax.Array | np.ndarray | np.generic)
     dtype = dropout_seed.dtype if is_array else type(dropout_seed)
     is_key = is_array and (jnp.issubdtype(dtype, jax.dtypes.prng_key) or _is_raw_key(dropout_seed))
-    is_integer = jnp.issubdtype(dtype, jnp.integer) if is_array else isinstance(dropout_seed, numbers.Integral)
-    if isinstance(dropout_seed, bool) or not (is_key or is_integer):
+    if not (is_key or (jnp.issubdtype(dtype, jnp.integer) if is_array else is_integer(dropout_seed))):
         raise TypeError(f"dropout_seed={dropout_seed!r} is of {dtype}: {remedy}")
     if np.size(dropout_seed) != 1 and not (is_array and _is_raw_key(dropout_seed)):
         raise ValueError(f"dropout_seed has the shape {np.shape(dropout_seed)}: {remedy}")

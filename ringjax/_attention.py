@@ -23,15 +23,14 @@ from ringjax._arguments import (
 )
 from ringjax._block import Weighting, accumulation_dtype
 from ringjax._branch import Branch
-from ringjax._call import Call, record
-from ringjax._cost import Work
+from ringjax._call import make_call, record
 from ringjax._device import Context
 from ringjax._forecast import schedules_of
 from ringjax._implementation import NAMES, ImplementationName
 from ringjax._machine import machine_of
-from ringjax._mesh import Placement, check_mesh, find_mesh, find_placement, warn_of_length, warn_of_mesh
+from ringjax._mesh import check_mesh, find_mesh, find_placement, warn_of_length, warn_of_mesh
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
-from ringjax._plan import Plan, choose_block_size
+from ringjax._plan import Plan
 from ringjax._promotion import with_own_promotion
 from ringjax._protocol import Request
 from ringjax._rule import ring_attention
@@ -56,7 +55,7 @@ class Options(TypedDict, total=False):
     documents_are_sorted: bool | None
     query_offset: Any
     logits_soft_cap: float | None
-    sinks: Array | None
+    sinks: Array | np.ndarray | None
     dropout_rate: float
     dropout_seed: Any
     broadcast_dropout: bool
@@ -94,7 +93,7 @@ def ring_dilated_attention(
     heads: Heads = "all",
     document_ids: Documents | None = None,
     documents_are_sorted: bool | None = None,
-    query_offset: int | Integer[Array, ""] = 0,
+    query_offset: int | Integer[Array | np.ndarray, ""] = 0,
     logits_soft_cap: float | None = None,
     sinks: Float[Array | np.ndarray, "..."] | None = None,
     dropout_rate: float = 0.0,
@@ -224,46 +223,40 @@ def ring_dilated_attention(
     warn_of_length(placement, query.shape[-3])
     known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
     check_positions(placement.length(query), placement.length(key), known_offset)
-    moving_offset = query_offset if isinstance(query_offset, jax.Array) else None
-    max_block_rows = block_size
-    if max_block_rows is None:
-        batch_heads = math.prod(placement.block(query))
-        share_cache = placement.platform == "cpu" and placement.num_shards > 1
-        max_block_rows = choose_block_size(batch_heads, query.dtype.itemsize, share_cache)
+    moving_offset = jnp.asarray(query_offset) if isinstance(query_offset, jax.Array | np.ndarray) else None
     warn_of_reach(pattern, placement.length(query), key.shape[-2])
     features = {
         "document_ids": document_ids is not None,
         "logits_soft_cap": logits_soft_cap is not None,
         "dropout_rate": dropout_rate > 0,
         "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
-        "heads='grouped' over a mesh axis": pattern.heads == "grouped" and placement.heads,
     }
-    needs = tuple(name for name, is_needed in features.items() if is_needed)
-    has_lse = return_residual or sinks is not None
-    call = Call(
+    request = Request(
+        query,
+        key,
+        value,
+        platform=placement.platform,
+        unmapped=placement.unmapped,
+        needs=tuple(name for name, is_needed in features.items() if is_needed),
+        needs_lse=return_residual or sinks is not None,
+        device_kind=placement.device_kind,
+        block_size=None if block_size is None else int(block_size),
+        precision=precision,
+        documents_are_sorted=is_sorted,
+    )
+    *batch, num_heads = placement.block(query)
+    call = make_call(
+        request,
         pattern=pattern,
-        num_queries=placement.length(query),
-        num_keys=placement.length(key),
+        lengths=(placement.length(query), placement.length(key)),
         query_offset=known_offset if moving_offset is None else None,
         num_devices=placement.num_shards,
+        batch=math.prod(batch),
+        num_heads=num_heads,
+        document_itemsize=0 if documents[0] is None else documents[0].dtype.itemsize,
         is_causal=bool(is_causal),
-        max_block_rows=int(max_block_rows),
-        exchange_size=exchange_size,
+        exchange_size=None if exchange_size is None else int(exchange_size),
         implementation=implementation,
-        request=Request(
-            query,
-            key,
-            value,
-            placement.platform,
-            placement.unmapped,
-            needs,
-            has_lse,
-            placement.device_kind,
-            None if block_size is None else int(block_size),
-            precision,
-            is_sorted,
-        ),
-        work=_work(query, key, value, documents[0], pattern, placement, has_lse),
     )
     record(call, strategy, placement, find_mesh((query, key, value), mesh)[1])
     branches = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
@@ -286,27 +279,6 @@ def ring_dilated_attention(
     else:
         out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving_offset), plan)
     return (out, lse) if return_residual else out
-
-
-def _work(
-    query: Array, key: Array, value: Array, document: Any, pattern: DilatedPattern, placement: Placement, has_lse: bool
-) -> Work:
-    """Returns the sizes of a call on one device."""
-    *batch, num_heads = placement.block(query)
-    return Work(
-        pattern,
-        key.shape[-2],
-        math.prod(batch),
-        num_heads,
-        query.shape[-1],
-        value.shape[-1],
-        query.dtype.itemsize,
-        accumulation_dtype(query, key, value).itemsize,
-        query.shape[-2] // num_heads,
-        0 if document is None else document.dtype.itemsize,
-        needs_lse=has_lse,
-        has_lse_grad=has_lse,
-    )
 
 
 @functools.partial(jax.jit, static_argnames="plan")

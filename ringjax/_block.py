@@ -63,9 +63,9 @@ class Keys(NamedTuple):
     value: Float[Array, "J B C K Rk V"]
 
 
-def accumulation_dtype(*arrays: Array) -> jnp.dtype:
-    """Returns the dtype of sums over the arrays: float32 at least."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+def accumulation_dtype(*arrays: Any) -> jnp.dtype:
+    """Returns the dtype of sums over arrays, or their shapes: float32 at least."""
+    return jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
 
 
 def start(query: Float[Array, "I B C K G Rq H"], value: Float[Array, "J B C K Rk V"]) -> Partial:

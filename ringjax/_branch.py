@@ -1,15 +1,16 @@
 """The kinds of branches: which tokens a head keeps, and which keys a query sees, in integers alone.
 
-All that is said of tokens uses arithmetic operators only, so that the same line serves Python integers, NumPy arrays
-and traced JAX integers, unsigned ones too.
+All that is said of tokens, but for `count`, uses arithmetic operators only, so that the same line serves Python
+integers, NumPy arrays and traced JAX integers, unsigned ones too.
 """
 
 import abc
 import dataclasses
-import operator
 from typing import Any, ClassVar
 
 import numpy as np
+
+from ringjax._counts import is_integer
 
 # Positions are numbers of int32.
 MAX_POSITIONS = 2**31 - 1
@@ -98,9 +99,9 @@ class Branch(abc.ABC):
     def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the token in a row of the cache after token `last`, and whether the row is one."""
 
-    def holds(self, query: Any, key: Any, offset: Any) -> Any:
-        """Returns whether a query of a head of this offset sees a key, were it not causal."""
-        first, last = self.seen(query)
+    def holds(self, query: Any, key: Any, offset: Any, is_causal: bool = False) -> Any:
+        """Returns whether a query of a head of this offset sees a key."""
+        first, last = self.seen(query, is_causal)
         is_seen = (first <= key) & (key <= last) & (self.group(query) == self.group(key))
         return is_seen & self.keeps(query, offset) & self.keeps(key, offset)
 
@@ -292,8 +293,9 @@ class Window(Branch):
 
     # A ring of the last `extent` tokens: token t is in row t % extent.
     def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
-        token = offset * 0 + last - (last - row) % self.extent  # the same for all heads
-        return token, (row < self.extent) & (token >= 0)
+        extent = min(self.extent, MAX_POSITIONS)  # within 32 bits: all tokens have rows of their own
+        token = offset * 0 + last - (last - row) % extent  # the same for all heads
+        return token, (row < extent) & (token >= 0)
 
 
 def _read_integers(branch: Any, *names: str) -> None:
@@ -305,9 +307,9 @@ def _read_integers(branch: Any, *names: str) -> None:
     kind = type(branch).__name__
     for name in names:
         value = getattr(branch, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}={value!r} of {kind} must be an integer")
-        number = operator.index(value)
+        if not is_integer(value):
+            raise TypeError(f"{name}={value!r} of {kind} must be an integer: it counts tokens")
+        number = int(value)
         if number < 1:
             raise ValueError(f"{name}={number} of {kind} is below 1: it counts tokens, from 1 on")
         object.__setattr__(branch, name, number)

@@ -6,12 +6,29 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from ringjax._block import accumulation_dtype
 from ringjax._cost import Work
-from ringjax._implementation import implement
+from ringjax._implementation import implement, obstacle
 from ringjax._pattern import DilatedPattern
 from ringjax._protocol import Request
-from ringjax._schedule import BranchSchedule, make_schedule
+from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule, make_schedule
 from ringjax._strategy import lay_ways, read_exchange_sizes
+
+SHARED_BLOCK_ROWS = 128
+MIN_BLOCK_ROWS = 64
+MAX_LOGITS = 2**24
+
+
+def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans.
+
+    It spans fewer rows in narrow dtypes: logits are as wide in these, and weigh more beside the rows. It spans fewer
+    where many batches and heads fill a tile by themselves, and where the CPU devices of one process share a cache.
+    """
+    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
+    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
+        rows //= 2
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +86,80 @@ class Call:
         Raises:
           ValueError: if the named implementation cannot serve all branches.
         """
-        request = self.request
-        if self.pattern.heads == "grouped" and any(branch.exchange_size > 1 for branch in branches):
-            request = request._replace(needs=(*request.needs, "heads='grouped' over devices that exchange"))
-        return implement(branches, self.implementation, request, with_warning)
+        return implement(branches, self.implementation, self._request_for(branches), with_warning)
+
+    def obstacle(self, branches: tuple[BranchSchedule, ...]) -> str | None:
+        """Returns why what computes cannot serve such schedules, None where it can."""
+        return obstacle(branches, self.implementation, self._request_for(branches))
+
+    def _request_for(self, branches: tuple[BranchSchedule, ...]) -> Request:
+        are_heads_cut = self.work.head_parts > 1 or any(branch.exchange_size > 1 for branch in branches)
+        if self.pattern.heads != "grouped" or not are_heads_cut:
+            return self.request
+        return self.request._replace(needs=(*self.request.needs, "heads='grouped' over several devices"))
+
+
+def make_call(
+    request: Request,
+    *,
+    pattern: DilatedPattern,
+    lengths: tuple[int, int],
+    query_offset: int | None,
+    num_devices: int,
+    batch: int,
+    num_heads: int,
+    document_itemsize: int,
+    is_causal: bool,
+    exchange_size: int | None,
+    implementation: str | None,
+) -> Call:
+    """Returns a call in integers.
+
+    Args:
+      request: the arrays, all of them or what a device has; of these only heads, widths and dtypes are read.
+      pattern: the pattern.
+      lengths: the numbers of all queries and of all keys.
+      query_offset: the position of the first query, None where it is known only when the program runs.
+      num_devices: the devices along the sequence.
+      batch: the sequences of a device.
+      num_heads: its query heads.
+      document_itemsize: the bytes of the number of a document, 0 without documents.
+      is_causal: whether queries see no later keys.
+      exchange_size: how many devices exchange, where the caller says so.
+      implementation: what computes, where the caller says so.
+    """
+    query, key, value = request.query, request.key, request.value
+    max_block_rows = request.block_size
+    if max_block_rows is None:
+        share_cache = request.platform == "cpu" and num_devices > 1
+        max_block_rows = choose_block_size(batch * num_heads, query.dtype.itemsize, share_cache)
+    work = Work(
+        pattern=pattern,
+        num_kv_heads=key.shape[-2],
+        batch=batch,
+        num_heads=num_heads,
+        width=query.shape[-1],
+        value_width=value.shape[-1],
+        itemsize=query.dtype.itemsize,
+        sum_itemsize=accumulation_dtype(query, key, value).itemsize,
+        head_parts=query.shape[-2] // num_heads,
+        document_itemsize=document_itemsize,
+        needs_lse=request.needs_lse,
+    )
+    num_queries, num_keys = lengths
+    return Call(
+        pattern=pattern,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        query_offset=query_offset,
+        num_devices=num_devices,
+        is_causal=is_causal,
+        max_block_rows=max_block_rows,
+        exchange_size=exchange_size,
+        implementation=implementation,
+        request=request,
+        work=work,
+    )
 
 
 _RECORDED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("recorded", default=None)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,6 +14,7 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._device_order import make_mesh
 from ringjax._forecast import Forecast
 from ringjax._hlo import bytes_sent
+from ringjax._mesh import lowered_platform
 from ringjax._planner import Comparison
 
 # The boxes of chips that there are, by their number.
@@ -51,14 +53,21 @@ def compile_forecast(comparison: Comparison, one: Forecast, target: str | None =
         "pattern": call.pattern,
         "is_causal": call.is_causal,
         "strategy": one.strategy,
-        "exchange_size": call.exchange_size if one.strategy == "all_to_all" else None,
+        "exchange_size": call.exchange_size if one.strategy in ("all_to_all", "auto") else None,
         "implementation": call.implementation,
         "mesh": mesh,
     }
-    attend = functools.partial(ring_dilated_attention, **options)
-    gradients = lambda *arrays: jax.vjp(attend, *arrays[:3])[1](arrays[3])
-    function, arrays = (gradients, shapes) if comparison.has_gradient else (attend, shapes[:3])
-    compiled = jax.jit(function, out_shardings=sharding).lower(*arrays).compile()
+    needs, documents = call.request.needs, None
+    if "document_ids" in needs:
+        documents = jax.ShapeDtypeStruct((work.batch, length), jnp.int32, sharding=sharding)
+    options |= {"logits_soft_cap": 50.0} if "logits_soft_cap" in needs else {}
+    options |= {"dropout_rate": 0.1, "dropout_seed": 0} if "dropout_rate" in needs else {}
+
+    def run(arrays: list[Any], documents: Any) -> Any:
+        attend = functools.partial(ring_dilated_attention, document_ids=documents, **options)
+        return jax.vjp(attend, *arrays[:3])[1](arrays[3]) if comparison.has_gradient else attend(*arrays[:3])
+
+    compiled = jax.jit(run, out_shardings=sharding).lower(shapes, documents).compile()
     memory = compiled.memory_analysis()
     return Compiled(sum(bytes_sent(str(compiled.as_text())).values()), int(getattr(memory, "peak_memory_in_bytes", 0)))
 
@@ -81,7 +90,7 @@ def print_compiled(comparison: Comparison, target: str | None = None) -> None:
 def _devices(platform: str, name: str, count: int, node_size: int, target: str | None) -> list[Any]:
     """Returns devices to compile for: those that are there, or those that a plugin of jax describes."""
     found = jax.devices()
-    if found[0].platform in (platform, {"cuda": "gpu"}.get(platform)) and len(found) >= count:
+    if lowered_platform(found[0].platform) == platform and len(found) >= count:
         return found[:count]
     size = min(node_size, count)
     if platform == "tpu" and count in _BOXES:

@@ -61,8 +61,7 @@ class Work:
       itemsize, sum_itemsize: the bytes of a number of the arrays, and of sums.
       head_parts: the devices that heads are cut over, beside those of the sequence.
       document_itemsize: the bytes of the number of a document, 0 without documents.
-      needs_lse: whether anything but the sum of branches asks for the lse.
-      has_lse_grad: whether the lse may have a gradient.
+      needs_lse: whether anything but the sum of branches asks for the lse, which may then have a gradient.
     """
 
     pattern: DilatedPattern
@@ -76,7 +75,11 @@ class Work:
     head_parts: int = 1
     document_itemsize: int = 0
     needs_lse: bool = False
-    has_lse_grad: bool = False
+
+    @property
+    def has_one_branch(self) -> bool:
+        """Whether nothing is added to the results of a branch."""
+        return len(self.pattern.branches) == 1
 
     def local_heads(self, exchange_size: int) -> int:
         """Returns the key/value heads that the queries of a device use."""
@@ -126,7 +129,7 @@ class Work:
         """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
         if branch.implementation != "cudnn":
             return self.value_width * self.itemsize + 2 * self.sum_itemsize
-        return 2 * self.value_width * self.itemsize + (1 + self.has_lse_grad) * self.sum_itemsize
+        return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
 
     def of_queries(self, branches: Iterable[BranchSchedule]) -> int:
         """Returns the same for several branches, each of whose implementations has its own."""
@@ -135,20 +138,19 @@ class Work:
 
 def messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
     """Returns what each device sends in all branches."""
-    is_alone = len(branches) == 1
-    of_branches = [branch_messages(work, branch, has_gradient, is_alone) for branch in branches]
+    of_branches = [branch_messages(work, branch, has_gradient) for branch in branches]
     return sum(of_branches, exchange_messages(work, branches, has_gradient))
 
 
-def branch_messages(work: Work, branch: BranchSchedule, has_gradient: bool, is_alone: bool) -> list[Message]:
+def branch_messages(work: Work, branch: BranchSchedule, has_gradient: bool) -> list[Message]:
     """Returns what each device sends in one branch, beside what is exchanged."""
     of_strategy = _of_gather if branch.strategy == "all_gather" else _of_ring
-    return [message for message in of_strategy(work, branch, has_gradient, is_alone) if message.num_bytes]
+    return [message for message in of_strategy(work, branch, has_gradient) if message.num_bytes]
 
 
-def _of_ring(work: Work, branch: BranchSchedule, has_gradient: bool, is_alone: bool) -> Iterator[Message]:
+def _of_ring(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """What goes round or along: keys, and where they are the lighter side queries, with gradients."""
-    yield from _swaps(work, branch, has_gradient, is_alone, with_keys=True)
+    yield from _swaps(work, branch, has_gradient, with_keys=True)
     yield from _ways("forward", branch, branch.key_legs, branch.keys, work.keys_row(branch))
     if has_gradient:
         row = work.row_bytes(branch)
@@ -167,9 +169,9 @@ def _ways(direction: Direction, branch: BranchSchedule, legs: Iterable[Leg], sid
         yield of_devices(row * halo_rows, branch.exchange_size * abs(leg.halo_hops))
 
 
-def _of_gather(work: Work, branch: BranchSchedule, has_gradient: bool, is_alone: bool) -> Iterator[Message]:
+def _of_gather(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """Keys that come at once, again for the gradient, and gradients that are summed where the keys are."""
-    yield from _swaps(work, branch, has_gradient, is_alone, with_keys=False)
+    yield from _swaps(work, branch, has_gradient, with_keys=False)
     size = branch.gather_size
     of_others = branch.keys.num_slots * (size - 1)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
@@ -180,17 +182,15 @@ def _of_gather(work: Work, branch: BranchSchedule, has_gradient: bool, is_alone:
         yield Message("backward", "reduce_scatter", keys_grad * of_others, size * branch.exchange_size)
 
 
-def _swaps(
-    work: Work, branch: BranchSchedule, has_gradient: bool, is_alone: bool, with_keys: bool
-) -> Iterator[Message]:
+def _swaps(work: Work, branch: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
     """The halves that balanced shards give each other, and what returns."""
     if not branch.is_balanced:
         return
     heads, _ = work.heads_of(branch)
-    result = work.itemsize if is_alone else work.sum_itemsize
+    result = work.itemsize if work.has_one_branch else work.sum_itemsize
     has_all_tokens = branch.branch.offset_rate == 1 or branch.exchanges_rows
     is_put = has_all_tokens and branch.implementation != "cudnn"  # whose results are always merged
-    is_total = is_alone and is_put and heads == work.num_heads // branch.exchange_size
+    is_total = work.has_one_branch and is_put and heads == work.num_heads // branch.exchange_size
     is_packed = branch.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
     has_lse = has_gradient or work.needs_lse or not is_total or is_packed
     swap = functools.partial(_swap, branch)
@@ -221,7 +221,7 @@ def exchange_messages(work: Work, branches: tuple[BranchSchedule, ...], has_grad
             )
     found: list[Message] = []
     for some in parts.values():
-        found += _of_exchange(work, some, has_gradient, is_alone=len(some) == len(branches))
+        found += _of_exchange(work, some, has_gradient, is_alone=len(some) == len(work.pattern.branches))
     return [message for message in found if message.num_bytes]
 
 

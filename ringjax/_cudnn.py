@@ -86,7 +86,7 @@ def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0,
 
     Gradients may ask for arrays that are wider by `widening`.
     """
-    if platform not in ("gpu", "cuda"):
+    if platform != "cuda":
         return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"

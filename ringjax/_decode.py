@@ -40,9 +40,9 @@ class _Branch(NamedTuple):
     ) -> Bool[Array, "K c R"]:
         """Returns which queries attend to which keys, given the tokens of both."""
         query, key = query[:, None], key[:, None]  # [c, 1], [K, 1, R]
-        attends = self.branch.holds(query, key, self.offset[..., None]) & (key <= query)
+        attends = self.branch.holds(query, key, self.offset[..., None], is_causal=True)
         for branch, offset in self.earlier:
-            attends &= ~branch.holds(query, key, offset[..., None])
+            attends &= ~branch.holds(query, key, offset[..., None], is_causal=True)
         return attends & is_key[:, None]
 
 

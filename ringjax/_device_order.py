@@ -3,13 +3,14 @@
 import collections
 import itertools
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from ringjax._counts import is_integer
 
 Cell = tuple[int, ...]
 
@@ -51,7 +52,7 @@ def make_mesh(
       {'data': 1, 'seq': 1}
     """
     names, devices = tuple(axis_names), list(jax.devices() if devices is None else devices)
-    is_size = lambda size: isinstance(size, numbers.Integral) and int(size) > 0
+    is_size = lambda size: is_integer(size) and size > 0
     if len(names) != len(axis_shapes) or not all(map(is_size, axis_shapes)) or not names:
         raise ValueError(f"axis_shapes={axis_shapes} does not fit {axis_names=}: give each name a positive whole size")
     if len(set(names)) < len(names):

@@ -120,7 +120,7 @@ def _key(call: Call) -> tuple[Any, ...]:
 
 def _compare(call: Call, strategy: str, placement: Placement, device: str | Machine | None) -> Comparison:
     machine = machine_of(placement.platform, placement.device_kind) if device is None else find_machine(device)
-    comparison = compare(call, machine)
+    comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
     own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, machine), machine)
     return dataclasses.replace(comparison, forecasts=(own, *comparison.forecasts))
 

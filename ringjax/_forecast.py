@@ -24,8 +24,6 @@ from ringjax._memory import peak_bytes
 from ringjax._schedule import BranchSchedule
 from ringjax._strategy import STRATEGIES, Schedules
 
-_NAMED = tuple(strategy for strategy in STRATEGIES if strategy != "auto")
-
 
 class Seconds(NamedTuple):
     """The bound of one direction on the busiest device: products, passes over memory, and links, seen and hidden."""
@@ -114,22 +112,35 @@ def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
     Of equal ones the first counts: the same call is always served the same way.
     """
     candidates = all_forecasts(call, machine, has_gradient)
-    if len(call.pattern.branches) > 1:
-        schedules = tuple(_best_of(call, number, machine, has_gradient) for number in range(len(call.pattern.branches)))
-        candidates.append(forecast(call, "auto", schedules, machine, has_gradient))
+    if not call.work.has_one_branch:
+        best = [_best_of(call, number, machine, has_gradient) for number in range(len(call.pattern.branches))]
+        schedules = tuple(branch for branch in best if branch is not None)
+        if len(schedules) == len(best):
+            candidates.append(forecast(call, "auto", schedules, machine, has_gradient))
     return min(candidates, key=lambda one: one.seconds)
 
 
-def _best_of(call: Call, number: int, machine: Machine, has_gradient: bool) -> BranchSchedule:
-    """Returns the schedule with which one branch would take the least time by itself."""
-    alone = (call.schedules(strategy, only=number) for strategy in _NAMED)
+def _best_of(call: Call, number: int, machine: Machine, has_gradient: bool) -> BranchSchedule | None:
+    """Returns the schedule with which one branch would take the least time by itself, None where none serves."""
+    alone = _served(call, number).values()
     forecasts = [forecast(call, "auto", schedules, machine, has_gradient) for schedules in alone]
-    return min(forecasts, key=lambda one: one.seconds).schedules[0]
+    return min(forecasts, key=lambda one: one.seconds).schedules[0] if forecasts else None
 
 
-def all_forecasts(call: Call, machine: Machine, has_gradient: bool = True) -> list[Forecast]:
-    """Returns the forecast of every strategy that is one for all branches."""
-    return [forecast(call, strategy, call.schedules(strategy), machine, has_gradient) for strategy in _NAMED]
+def all_forecasts(call: Call, machine: Machine, has_gradient: bool) -> list[Forecast]:
+    """Returns the forecast of every strategy that is one for all branches, and that what computes can serve.
+
+    Raises:
+      ValueError: if it can serve none of them.
+    """
+    served = _served(call) or {"ring": call.schedules("ring")}  # which says why
+    return [forecast(call, *one, machine, has_gradient) for one in served.items()]
+
+
+def _served(call: Call, only: int | None = None) -> dict[str, Schedules]:
+    """Returns the schedules of each strategy that what computes can serve, for all branches or one alone."""
+    schedules = {strategy: call.schedules(strategy, only) for strategy in STRATEGIES if strategy != "auto"}
+    return {strategy: some for strategy, some in schedules.items() if call.obstacle(some) is None}
 
 
 def _operations(work: Work, branch: BranchSchedule, direction: Direction) -> int:
@@ -144,7 +155,7 @@ def _pairs(work: Work, branch: BranchSchedule) -> int:
 
 def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: Direction) -> Seconds:
     work = call.work
-    own = branch_messages(work, branch, direction == "backward", is_alone=len(call.pattern.branches) == 1)
+    own = branch_messages(work, branch, direction == "backward")
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
     num_meetings = 1 + max((leg.rotations + (leg.halo > 0) for leg in branch.key_legs), default=0)

@@ -86,7 +86,7 @@ class Fused(Implementation):
     is_added_at_once = True
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
-        arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.has_lse_grad else 0
+        arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
         reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(branch, _has_documents(request)))
         return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch, request)
 

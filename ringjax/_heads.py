@@ -17,7 +17,7 @@ from ringjax._arguments import check_choices, check_numbers, read_order
 from ringjax._attention import ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._cache import Cache, make_cache
-from ringjax._counts import check_count
+from ringjax._counts import check_count, is_integer
 from ringjax._decode import Decoder
 from ringjax._implementation import NAMES
 from ringjax._mesh import check_mesh, find_placement, token_positions
@@ -242,7 +242,7 @@ def check_decoding(document_ids: Any, query_offset: Any, is_self_attention: bool
     """
     if document_ids is not None:
         raise ValueError("document_ids is given, but decode=True continues one document: leave it out")
-    if not isinstance(query_offset, int) or query_offset:
+    if not is_integer(query_offset) or query_offset:
         raise ValueError(
             f"query_offset={query_offset}, but decode=True knows the position from its cache: leave it out"
         )

@@ -37,22 +37,31 @@ def implement(
     """
     if with_warning and name is None and request.unmapped:
         _warn_of_axes(branches, request)
-    return tuple(_choose(branch, name, request) for branch in branches)
+    reason = obstacle(branches, name, request)
+    if reason is not None:
+        raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
+    return tuple(_choose(branch, name, request)[0] for branch in branches)
 
 
-def _choose(branch: BranchSchedule, name: str | None, request: Request) -> BranchSchedule:
-    reason = None
+def obstacle(branches: tuple[BranchSchedule, ...], name: str | None, request: Request) -> str | None:
+    """Returns why the named implementation cannot serve one of the branches, None where it can serve all."""
+    reasons = (_choose(branch, name, request)[1] for branch in branches)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _choose(branch: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
+    """Returns the branch with its implementation, and why that cannot serve if none can."""
+    prepared, reason = branch, None
     for own in PREFERENCE if name is None else _of_platform(NAMES[name], request.platform):
         prepared = _prepare(request, branch, own)
         reason = IMPLEMENTATIONS[own].obstacle(request, prepared)
         if reason is None:
-            return prepared
-    raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
+            break
+    return prepared, reason
 
 
 def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
     """Returns the names with those of other platforms first: what is said at last is why this one cannot."""
-    platform = {"gpu": "cuda"}.get(platform, platform)
     return tuple(sorted(names, key=lambda name: IMPLEMENTATIONS[name].platform == platform))
 
 

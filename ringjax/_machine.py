@@ -111,9 +111,12 @@ def find_machine(device: str | Machine) -> Machine:
 
     Raises:
       ValueError: if there is neither.
+      TypeError: if it is no text.
     """
     if isinstance(device, Machine):
         return device
+    if not isinstance(device, str):
+        raise TypeError(f"device={device!r} must be the name of a device, such as 'H100', or a file of figures")
     known = {name.lower(): machine for name, machine in MACHINES.items()}
     if device.lower() in known:
         return known[device.lower()]
@@ -140,10 +143,13 @@ def read_machine(path: str) -> Machine:
         raise ValueError(f"device={path!r} is no file of figures ({error}): give, in JSON, {names}") from None
 
 
-def machine_of(platform: str, kind: str = "") -> Machine:
-    """Returns the figures of a device of this platform and kind, or of the usual one of its platform."""
+def machine_of(platform: str, kind: str) -> Machine:
+    """Returns the figures of a device of this platform and kind, or of the usual one of its platform.
+
+    Platforms are named as programs are lowered for them: "cuda", not "gpu".
+    """
     for part, name in _KINDS.items():
         if part in kind.lower() and MACHINES[name].platform == platform:
             return MACHINES[name]
-    usual = {"cuda": "H100", "gpu": "H100", "tpu": "v5e"}
+    usual = {"cuda": "H100", "tpu": "v5e"}
     return MACHINES[usual.get(platform, "cpu")]

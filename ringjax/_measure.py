@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringjax._machine import Machine, machine_of
+from ringjax._mesh import lowered_platform
 
 _ROWS, _WIDTH, _STEPS, _ROUNDS = 256, 64, 64, 5
 
@@ -23,7 +24,7 @@ def measure() -> Machine:
     """
     devices = jax.devices()
     mesh = Mesh(devices, ("seq",), axis_types=(AxisType.Auto,))
-    usual = machine_of(devices[0].platform, devices[0].device_kind)
+    usual = machine_of(lowered_platform(devices[0].platform), devices[0].device_kind)
     rates = {size: _product_rate(mesh, size) for size in usual.operations}
     bandwidth, link, latency = _memory_bandwidth(mesh), usual.link_bandwidth, usual.latency
     if len(devices) > 1:

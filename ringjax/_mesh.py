@@ -23,8 +23,8 @@ class Placement(NamedTuple):
     `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
     that shard_map has to make manual. It is empty where there is no mesh, or where the caller's own shard_map has made
     all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions. `unmapped` holds the Auto
-    axes of several devices that are not mapped: what they cut, the compiler decides. Until the call is lowered, a
-    platform that is not known is taken to be jax's default one.
+    axes of several devices that are not mapped: what they cut, the compiler decides. The `platform` has the name that
+    programs are lowered for: "cuda", not "gpu". Until the call is lowered, one that is not known is jax's default one.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -58,7 +58,8 @@ class Placement(NamedTuple):
         if isinstance(self.mesh, Mesh):
             return self.mesh.devices.flat[0].device_kind
         kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None)
-        return kind or (jax.devices()[0].device_kind if self.platform == jax.default_backend() else "")
+        is_default = self.platform == lowered_platform(jax.default_backend())
+        return kind or (jax.devices()[0].device_kind if is_default else "")
 
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
@@ -238,20 +239,20 @@ def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
         return
     cutting = {axis for axes in (*placement.batch, placement.heads) for axis in axes}
     idle = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in cutting)
-    is_like_sequence = any(name.lower() in _LIKE_SEQUENCE for name in idle)
+    like_sequence = [name for name in idle if name.lower() in _LIKE_SEQUENCE]
     known = [size for size in (*query.shape[:-3], query.shape[-2]) if isinstance(size, int)]
     # Auto axes may cut batches and heads, unseen: as many as there are of both.
     is_too_many = math.prod(known) < math.prod(mesh.shape[name] for name in idle)
-    if idle and (is_like_sequence or is_too_many):
-        warn_of_idle(idle, source, axis_name)
+    if idle and (like_sequence or is_too_many):
+        warn_of_idle(idle, (like_sequence or idle)[-1], source, axis_name)
 
 
 @functools.lru_cache(maxsize=64)
-def warn_of_idle(idle: tuple[str, ...], source: str, axis_name: str) -> None:
-    """Warns of axes that nothing is cut over."""
+def warn_of_idle(idle: tuple[str, ...], likely: str, source: str, axis_name: str) -> None:
+    """Warns of axes that nothing is cut over, the likely one of which is that of the sequence."""
     warn(
         f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
-        f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={idle[-1]!r}",
+        f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={likely!r}",
         MeshWarning,
     )
 
@@ -276,13 +277,18 @@ def warn_of_whole(axis_name: str, shards: int) -> None:
 def _platform(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bool]:
     """Returns the platform of a mesh or an array, else the default one, and whether a call will run on it."""
     if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform, True
+        return lowered_platform(mesh.devices.flat[0].platform), True
     device: Any = getattr(mesh, "abstract_device", None)
     if getattr(device, "platform", None):
-        return device.platform, True
+        return lowered_platform(device.platform), True
     if isinstance(array, Tracer):
-        return jax.default_backend(), False
-    return next(iter(array.devices())).platform, True
+        return lowered_platform(jax.default_backend()), False
+    return lowered_platform(next(iter(array.devices())).platform), True
+
+
+def lowered_platform(platform: str) -> str:
+    """Returns the name of a platform as programs are lowered for it, given what its devices say."""
+    return {"gpu": "cuda"}.get(platform, platform)
 
 
 def _mesh_of(array: Array) -> Mesh | AbstractMesh | None:

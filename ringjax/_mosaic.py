@@ -215,7 +215,7 @@ class MosaicTpu(Mosaic):
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
-        if request.platform != "tpu":
+        if request.platform != self.platform:
             return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
         return None
 
@@ -242,7 +242,7 @@ class MosaicGpu(Mosaic):
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
-        if request.platform not in ("gpu", "cuda"):
+        if request.platform != self.platform:
             return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
         if not any(name in request.device_kind.upper() for name in HOPPER):
             return f"of GPUs it runs on {', '.join(HOPPER)}, and the devices are {request.device_kind!r}"

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -293,10 +292,9 @@ def read_pattern(
 
 
 def _positive_integers(name: str, values: Any) -> tuple[int, ...]:
-    try:
-        result = tuple(operator.index(value) for value in values)
-    except TypeError:
-        raise TypeError(f"{name}={values!r} must be a sequence of integers, one for each branch") from None
+    if not isinstance(values, Iterable) or not all(map(is_integer, values := tuple(values))):
+        raise TypeError(f"{name}={values!r} must be a sequence of integers, one for each branch")
+    result = tuple(map(int, values))
     if not result:
         raise ValueError(f"{name}={values!r} is empty: give at least one branch, such as ({name[:-1]},)")
     if min(result) < 1:

@@ -18,23 +18,7 @@ from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
 from ringjax._protocol import Implementation
 from ringjax._rows import Heads, Rows, pick
-from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule
-
-SHARED_BLOCK_ROWS = 128
-MIN_BLOCK_ROWS = 64
-MAX_LOGITS = 2**24
-
-
-def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
-    """Returns the most rows of queries, and of keys, that one tile of logits spans.
-
-    It spans fewer rows in narrow dtypes: logits are as wide in these, and weigh more beside the rows. It spans fewer
-    where many batches and heads fill a tile by themselves, and where the CPU devices of one process share a cache.
-    """
-    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
-    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
-        rows //= 2
-    return rows
+from ringjax._schedule import BranchSchedule
 
 
 @dataclasses.dataclass(frozen=True)

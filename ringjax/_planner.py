@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from ringjax._arguments import check_choices
 from ringjax._branch import MAX_POSITIONS, Branch
-from ringjax._call import Call
-from ringjax._cost import Work
-from ringjax._counts import check_count
+from ringjax._call import Call, make_call
+from ringjax._counts import check_count, is_integer
 from ringjax._forecast import Forecast, all_forecasts, choose
-from ringjax._implementation import IMPLEMENTATIONS, NAME_OF, PREFERENCE
+from ringjax._implementation import IMPLEMENTATIONS, NAME_OF, NAMES, PREFERENCE
 from ringjax._machine import Machine, find_machine
 from ringjax._pattern import DilatedPattern, Reach, read_pattern
-from ringjax._plan import choose_block_size
 from ringjax._protocol import Request
+from ringjax._strategy import STRATEGIES, check_exchange_size
 
 _MOST_OF_REACH = 2**16
 FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
@@ -36,6 +36,7 @@ class Comparison:
       forecasts: what each strategy takes.
       best: the one of the least bound of time, which may be of several strategies.
       has_gradient: whether the gradient is counted.
+      axis_name: the mesh axis of the sequence.
     """
 
     call: Call
@@ -43,6 +44,7 @@ class Comparison:
     forecasts: tuple[Forecast, ...]
     best: Forecast
     has_gradient: bool
+    axis_name: str = "seq"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -82,7 +84,8 @@ class Comparison:
         found = []
         for branch in self.best.branches:
             reasons = []
-            for own in itertools.takewhile(lambda own, branch=branch: own != branch.implementation, PREFERENCE):
+            tried = PREFERENCE if self.call.implementation is None else ()
+            for own in itertools.takewhile(lambda own, branch=branch: own != branch.implementation, tried):
                 implementation, request = IMPLEMENTATIONS[own], self.call.request
                 reason = implementation.obstacle(request, implementation.prepare(request, branch))
                 reasons.append(f"not {NAME_OF[own]}: {reason}")
@@ -99,15 +102,14 @@ class Comparison:
     @property
     def recommendation(self) -> str:
         """The recommendation in a sentence."""
+        if not any(one.messages for one in self.forecasts):
+            return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
         name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
         worst = max(self.forecasts, key=lambda one: one.seconds)
-        if worst.seconds <= self.best.seconds * 1.001:
-            return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
-        over = worst.seconds / self.best.seconds
-        return (
-            f'Take {name}: its bound is {_time(self.best.seconds)}, and that of "{worst.strategy}" {over:.2f} times '
-            "as long." + (' The default is "ring".' if self.best.strategy != "ring" else "")
-        )
+        over = f"{worst.seconds / self.best.seconds:.2f}"
+        compared = f'that of "{worst.strategy}" {over} times as long' if over != "1.00" else "no other is much longer"
+        default = ' The default is "ring".' if self.best.strategy != "ring" else ""
+        return f"Take {name}: its bound is {_time(self.best.seconds)}, and {compared}.{default}"
 
     @property
     def example(self) -> str:
@@ -118,8 +120,12 @@ class Comparison:
         chosen = {name: getattr(call.pattern, name) for name in ("offsets", "merge", "heads")}
         choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
         options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
-        if call.exchange_size is not None and self.best.strategy == "all_to_all":
+        if call.exchange_size is not None and self.best.strategy in ("all_to_all", "auto"):
             options.append(f"exchange_size={call.exchange_size}")
+        if call.implementation is not None:
+            options.append(f"implementation={call.implementation!r}")
+        if self.axis_name != "seq":
+            options.append(f"axis_name={self.axis_name!r}")
         return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(options)})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -187,10 +193,10 @@ def _sizes(call: Call) -> str:
     return f"{sequences}, with {work.num_heads} query and {work.local_heads(1)} key/value heads of width {widths}"
 
 
-def compare(call: Call, machine: Machine, has_gradient: bool = True) -> Comparison:
+def compare(call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq") -> Comparison:
     """Returns the strategies of a call beside each other."""
     forecasts = tuple(all_forecasts(call, machine, has_gradient))
-    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient)
+    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name)
 
 
 def plan(
@@ -207,9 +213,9 @@ def plan(
     dtype: Any = "bfloat16",
     is_causal: bool = False,
     features: Sequence[str] = (),
-    mesh: Mapping[str, int] | int = 8,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | jax.sharding.AbstractMesh | int = 8,
     axis_name: str = "seq",
-    head_axes: Sequence[str] = ("tensor",),
+    head_axes: str | Sequence[str] = ("tensor",),
     node_size: int | None = None,
     device: str | Machine = "H100",
     exchange_size: int | None = None,
@@ -231,9 +237,10 @@ def plan(
       dtype: the dtype of the arrays.
       is_causal: whether a query sees only keys that are not after it.
       features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
-      mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis.
+      mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
+        or a mesh.
       axis_name: the axis that the sequence is sharded along.
-      head_axes: the axes that heads are sharded along; all others cut the batch.
+      head_axes: the axis, or axes, that heads are sharded along; all others cut the batch.
       node_size: the devices of a node; what the device's figures say by default.
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
         figures in JSON.
@@ -257,47 +264,51 @@ def plan(
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, "interleaved", "lse", "all")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    sizes = {axis_name: mesh} if isinstance(mesh, int) else dict(mesh)
+    check_choices(is_causal, "auto", STRATEGIES, implementation, NAMES)
+    check_exchange_size(exchange_size, "auto")
+    sizes = _read_mesh(mesh, axis_name)
+    head_axes = (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
     counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
     counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
     head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes)
     batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
-    _check_parts(counts, head_parts, batch_parts, tuple(head_axes))
+    _check_parts(counts, head_parts, batch_parts, head_axes)
     machine = find_machine(device)
     if node_size is not None:
         machine = dataclasses.replace(machine, node_size=node_size)
     dtype = _read_dtype(dtype)
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
     arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
-    batch, heads = batch_size // batch_parts, num_heads // head_parts
-    work = Work(
-        pattern,
-        num_kv_heads,
-        batch,
-        heads,
-        head_dim,
-        value_dim,
-        dtype.itemsize,
-        max(4, dtype.itemsize),
-        head_parts,
-        document_itemsize=4 * ("document_ids" in features),
-    )
-    call = Call(
+    call = make_call(
+        Request(*arrays, machine.platform, needs=tuple(features), device_kind=machine.name),
         pattern=pattern,
-        num_queries=num_tokens,
-        num_keys=num_tokens,
+        lengths=(num_tokens, num_tokens),
         query_offset=0,
         num_devices=sizes[axis_name],
+        batch=batch_size // batch_parts,
+        num_heads=num_heads // head_parts,
+        document_itemsize=4 * ("document_ids" in features),
         is_causal=bool(is_causal),
-        max_block_rows=choose_block_size(batch * heads, dtype.itemsize, machine.platform == "cpu"),
-        exchange_size=exchange_size,
+        exchange_size=None if exchange_size is None else int(exchange_size),
         implementation=implementation,
-        request=Request(*arrays, machine.platform, needs=tuple(features), device_kind=machine.name),
-        work=work,
     )
-    return compare(call, machine, has_gradient)
+    return compare(call, machine, has_gradient, axis_name)
+
+
+def _read_mesh(mesh: Any, axis_name: str) -> dict[str, int]:
+    """Returns the size of each axis of a mesh.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if is_integer(mesh):
+        return {axis_name: int(mesh)}
+    sizes = getattr(mesh, "shape", mesh)
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"mesh={mesh!r} must be a mesh, the size of each axis by its name, or that of {axis_name!r}")
+    return dict(sizes)
 
 
 def _read_dtype(dtype: Any) -> np.dtype:

@@ -15,7 +15,8 @@ class Request(NamedTuple):
     """What a call asks for: the arrays or their shapes, and the platform.
 
     `unmapped` are the axes of the mesh that shard_map does not map over. `needs` is what is asked for beyond the
-    pattern: arguments that few implementations serve. `has_lse_grad` says whether the lse may have a gradient.
+    pattern: arguments that few implementations serve. `needs_lse` says whether the lse is asked for, and may have a
+    gradient.
     `device_kind` is what jax calls the devices, `block_size` the most rows of a tile, where the caller says so. Where
     the `documents_are_sorted`, the documents of tokens do not decrease.
     """
@@ -26,7 +27,7 @@ class Request(NamedTuple):
     platform: str
     unmapped: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    has_lse_grad: bool = False
+    needs_lse: bool = False
     device_kind: str = ""
     block_size: int | None = None
     precision: Any = None

@@ -1,4 +1,4 @@
-"""The oracle: dense attention with log M added to the logits, written straight from the definition."""
+"""The reference: dense attention with log M added to the logits, written straight from the definition."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ringjax import _dropout
+from ringjax._arguments import check_arrays, read_seed
 from ringjax._branch import Branch
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._promotion import with_own_promotion
@@ -78,7 +79,9 @@ def dilated_attention_reference(
       least. A row that no branch covers is zero, with an lse of minus infinity and zero gradient.
 
     Raises:
-      ValueError: for a wrong pattern, see :class:`DilatedPattern`.
+      ValueError: for a wrong pattern, see :class:`DilatedPattern`; shapes that disagree, heads that do not divide, or
+        dropout without a seed.
+      TypeError: for a `query_offset` that is an array, and arguments of another dtype.
 
     Example:
       >>> q = k = v = jnp.ones((1, 6, 2, 4))
@@ -88,6 +91,7 @@ def dilated_attention_reference(
     if isinstance(query_offset, jax.Array):
         raise TypeError("query_offset is an array: the reference takes an integer, known when the call is traced")
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
+    check_arrays(query, key, value)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -117,7 +121,8 @@ def dilated_attention_reference(
     if dropout_rate > 0:
         batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not broadcast_dropout)
         head_number = jnp.arange(num_heads)[:, None, None] * (not broadcast_dropout)
-        seed, position = _dropout.make_seed(dropout_seed), query_offset + jnp.arange(length)[:, None]
+        seed: Any = read_seed(dropout_seed, dropout_rate)
+        position = query_offset + jnp.arange(length)[:, None]
         start, step = _dropout.make_stream(seed, batch_number, head_number, position)  # [..., N, T, 1]
         is_kept = _dropout.is_kept(start, step, jnp.arange(key_length), dropout_rate)  # [..., N, T, S]
         weights = jnp.where(is_kept, weights / (1 - dropout_rate), 0)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
+from ringjax._counts import is_integer
 from ringjax._schedule import BranchSchedule
 
 Strategy = Literal["ring", "all_gather", "all_to_all", "auto"]
@@ -34,7 +35,7 @@ def check_exchange_size(exchange_size: Any, strategy: str) -> None:
             f"exchange_size={exchange_size!r} is given, but strategy={strategy!r} exchanges nothing: leave it out, or "
             'use strategy="all_to_all"'
         )
-    if not isinstance(exchange_size, int) or isinstance(exchange_size, bool):
+    if not is_integer(exchange_size):
         raise TypeError(f"exchange_size={exchange_size!r} must be an integer: it counts devices")
 
 

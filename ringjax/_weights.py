@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ringjax._arguments import check_arrays, check_numbers, check_positions, read_documents
+from ringjax._arguments import check_arrays, check_causal, check_numbers, check_positions, read_documents
 from ringjax._block import accumulation_dtype
 from ringjax._branch import Branch
 from ringjax._mesh import take_whole
@@ -90,7 +90,10 @@ def attention_weights(
     """
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, key)
+    if isinstance(query_offset, Tracer):
+        raise TypeError("query_offset is traced: attention_weights takes an integer, known when the call is traced")
     check_numbers(scale, logits_soft_cap, 0.0, query_offset)
+    check_causal(is_causal)
     check_positions(query.shape[-3], key.shape[-3], int(query_offset))
     documents, sinks = read_documents(document_ids, query, key), read_sinks(sinks, query)
     rows = _read_rows(rows, query.shape[-3])

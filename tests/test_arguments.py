@@ -10,7 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
+import ringjax
 from ringjax import ring_dilated_attention
+from ringjax._arguments import read_ids, read_order
 
 PATTERN = {"segment_lengths": (4,), "dilation_rates": (1,)}
 SHAPES = {"query": (1, 8, 4, 6), "key": (1, 8, 2, 6), "value": (1, 8, 2, 5)}
@@ -63,12 +65,29 @@ def test_exchange_sizes(unchecked):
         exchange(exchange_size=2.0)
     with pytest.raises(ValueError, match="exchange_size=3 does not serve 4 devices, each with .*: use one of 1, 2"):
         exchange(exchange_size=3)
+    with pytest.raises(ValueError, match="exchange_size=3 does not serve 4 devices"):
+        exchange(exchange_size=np.int64(3))
 
 
 @pytest.mark.parametrize("block_size", [0, -1, 2.5, True])
 def test_block_sizes(block_size, unchecked):
     with pytest.raises(ValueError, match=f"block_size={block_size} must be a positive integer: leave it out"):
         call(block_size=block_size)
+
+
+def test_an_offset_may_be_an_array_of_numpy(unchecked):
+    shape = jax.eval_shape(lambda: call(query_offset=np.array(3)))
+    assert shape.shape == (1, 8, 4, 5)
+
+
+def test_the_order_of_documents_of_other_processes_is_promised(monkeypatch):
+    """Their numbers cannot be read: no promise is found broken, nor kept."""
+    ids = jnp.zeros((1, 8), jnp.int64)
+    monkeypatch.setattr(type(ids), "is_fully_addressable", False)
+    monkeypatch.setattr(np, "asarray", lambda *_: pytest.fail("read"))
+    assert read_order(True, ids)
+    assert not read_order(None, ids)
+    assert read_ids("document_ids", ids, (1, 8)).dtype == jnp.int32
 
 
 IDS = np.zeros((1, 8), np.int32)
@@ -242,3 +261,20 @@ def test_forward_mode_is_refused():
     total = lambda query: ring_dilated_attention(query, *arrays[1:], **PATTERN).sum()
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(total, arrays[:1], arrays[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 needs a dropout_seed"),
+        ({"shapes": {"query": (1, 8, 3, 6)}}, ValueError, "query has 3 heads and key has 2"),
+        ({"query_offset": jnp.int32(1)}, TypeError, "query_offset is an array: the reference takes an integer"),
+    ],
+    ids=str,
+)
+def test_what_the_reference_refuses(arguments, error, words, unchecked):
+    arguments = dict(arguments)
+    shapes = {**SHAPES, **arguments.pop("shapes", {})}
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    with pytest.raises(error, match=words):
+        ringjax.dilated_attention_reference(**arrays, **PATTERN, **arguments)

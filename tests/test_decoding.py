@@ -210,6 +210,14 @@ def test_the_cache_of_a_window_does_not_grow():
         assert [array.shape[1] for array in module.cached_key.get_value()] == rows
 
 
+def test_a_window_beyond_all_positions_decodes():
+    module = make(pattern=(ringjax.Window(2**30, 2),), decode=True)
+    module.init_cache((BATCH, LENGTH, WIDTH))
+    out = [module(inputs()[:, token : token + 1]) for token in range(5)]
+    expected = make(pattern=(ringjax.Window(2**30, 2),))(inputs()[:, :5])
+    np.testing.assert_allclose(np.concatenate(out, axis=1), expected, atol=1e-5)
+
+
 def test_caches_are_sharded_along_the_sequence():
     stack, shard = enter(AxisType.Auto)
     with stack:

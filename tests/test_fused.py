@@ -366,9 +366,9 @@ def test_under_vmap_and_in_a_module(kernel):
     ("dtype", "width", "platform", "words"),
     [
         ("bfloat16", 64, "cpu", "runs on NVIDIA GPUs, and the devices are of platform 'cpu'"),
-        ("float32", 64, "gpu", "computes in bfloat16 and float16, and query is of float32"),
-        ("bfloat16", 60, "gpu", "heads must be as wide in value as in query, a multiple of 8 up to 128: 60, 60"),
-        ("float16", 136, "gpu", "a multiple of 8 up to 128: 136, 136"),
+        ("float32", 64, "cuda", "computes in bfloat16 and float16, and query is of float32"),
+        ("bfloat16", 60, "cuda", "heads must be as wide in value as in query, a multiple of 8 up to 128: 60, 60"),
+        ("float16", 136, "cuda", "a multiple of 8 up to 128: 136, 136"),
     ],
 )
 def test_what_cudnn_cannot_compute(dtype, width, platform, words):
@@ -378,10 +378,10 @@ def test_what_cudnn_cannot_compute(dtype, width, platform, words):
 
 def test_what_cudnn_can_compute():
     array = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.bfloat16)
-    assert _cudnn.obstacle(array, array, array, "gpu") is None
+    assert _cudnn.obstacle(array, array, array, "cuda") is None
     other = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float16)
     for arrays in ((array, other, array), (array, array, other)):
-        assert "takes one dtype, and query, key and value are of bfloat16" in _cudnn.obstacle(*arrays, "gpu")
+        assert "takes one dtype, and query, key and value are of bfloat16" in _cudnn.obstacle(*arrays, "cuda")
 
 
 @pytest.mark.parametrize(("most", "fits"), [(128, (128, None)), (256, (256, 136))])
@@ -389,7 +389,7 @@ def test_widths_by_capability(most, fits, monkeypatch):
     """Up to 128, from Hopper on up to 256; with the cotangent of an lse by eight columns less."""
     monkeypatch.setattr(_cudnn, "_most_width", lambda: most)
     obstacle = lambda width, *widening: _cudnn.obstacle(
-        *[jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)] * 3, "gpu", *widening
+        *[jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)] * 3, "cuda", *widening
     )
     assert all(obstacle(width) is None for width in fits if width)
     assert f"a multiple of 8 up to {most}" in obstacle(most + 8)
@@ -541,13 +541,13 @@ def test_one_sequence_that_is_too_large(monkeypatch):
 def test_what_rows_of_several_documents_need(monkeypatch):
     """As many heads of keys, where jax counts the offsets of keys by the heads of queries."""
     arrays = [jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
-    assert _cudnn.obstacle(*arrays, "gpu") is None
+    assert _cudnn.obstacle(*arrays, "cuda") is None
     is_newer = "score_mod" in inspect.signature(_cudnn._jax._dot_product_attention_fwd_impl).parameters
     words = (
         None if is_newer else "before jax 0.12, rows of several documents need as many key/value heads as query heads"
     )
-    assert _cudnn.obstacle(*arrays, "gpu", has_spans=True) == words
-    assert _cudnn.obstacle(arrays[0], arrays[0], arrays[0], "gpu", has_spans=True) is None
+    assert _cudnn.obstacle(*arrays, "cuda", has_spans=True) == words
+    assert _cudnn.obstacle(arrays[0], arrays[0], arrays[0], "cuda", has_spans=True) is None
 
 
 def test_the_guard_against_other_versions_of_jax(monkeypatch):
@@ -566,10 +566,10 @@ def test_the_guard_against_other_versions_of_jax(monkeypatch):
     _cudnn._missing.cache_clear()
     array = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     with pytest.warns(UserWarning, match="cuDNN's attention is not used: this version of jax has no MaskType"):
-        assert _cudnn.obstacle(array, array, array, "gpu") == "this version of jax has no MaskType"
+        assert _cudnn.obstacle(array, array, array, "cuda") == "this version of jax has no MaskType"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _cudnn.obstacle(array, array, array, "gpu") == "this version of jax has no MaskType"
+        assert _cudnn.obstacle(array, array, array, "cuda") == "this version of jax has no MaskType"
     _cudnn._missing.cache_clear()
 
 

@@ -120,6 +120,7 @@ def test_wrong_patterns_are_refused(lengths, rates, offsets, error, words, unche
         (lambda: Window(4, -1), ValueError, "rate=-1 of Window is below 1"),
         (lambda: Window(1.5), TypeError, "size=1.5 of Window must be an integer"),
         (lambda: Segments(True), TypeError, "length=True of Segments must be an integer"),
+        (lambda: DilatedPattern.of_lengths((True,), (1,)), TypeError, "segment_lengths=(True,) must be a sequence of"),
         (lambda: DilatedPattern([Segments(4)]).reach(0, 1), ValueError, "length=0 must be a positive integer"),
         (lambda: DilatedPattern([Segments(4)]).plot(0), ValueError, "length=0 must be a positive integer"),
         (

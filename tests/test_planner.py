@@ -1,5 +1,6 @@
 """The planner: its bytes are those of compiled programs, its order that of others' measurements."""
 
+import collections
 import json
 import time
 
@@ -9,14 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from oracle import make_mesh, random_arguments
 
 import ringjax
 from benchmarks.plan_accuracy import compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._command import main
+from ringjax._cost import messages
 from ringjax._machine import MACHINES, machine_of
+from ringjax._mesh import find_placement
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
 LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
@@ -91,12 +94,71 @@ def test_figures_in_json():
         ({"exchange_size": 5}, "exchange_size=5 does not serve 8 devices"),
         ({"dtype": "float31"}, "dtype='float31' is no floating dtype: use bfloat16"),
         ({"dtype": "int32"}, "dtype='int32' is no floating dtype"),
+        ({"implementation": "triton"}, "implementation='triton' is unknown: use one of 'cudnn', 'mosaic', 'xla'"),
+        ({"is_causal": "no"}, "is_causal='no' must be True or False"),
+        ({"exchange_size": 2.0}, "exchange_size=2.0 must be an integer"),
+        ({"mesh": "seq"}, "mesh='seq' must be a mesh, the size of each axis by its name, or that of 'seq'"),
+        ({"device": 100}, "device=100 must be the name of a device, such as 'H100', or a file of figures"),
+        ({"implementation": "cudnn", "device": "v5e"}, "implementation='cudnn' cannot serve: it runs on NVIDIA GPUs"),
     ],
 )
 def test_wrong_arguments(arguments, words, unchecked):
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises((TypeError, ValueError), match=".") as caught:
         plan(LONGNET, **{"num_tokens": 32768, "num_heads": 8, **arguments})
     assert words in str(caught.value)
+
+
+def test_axes_in_any_form():
+    """Heads are cut over an axis that is named by itself; a mesh says its own sizes, and integers may be NumPy's."""
+    call = lambda **more: str(plan(LONGNET, **{"num_tokens": 32768, "num_heads": 8, **more}))
+    sizes = call(mesh={"seq": 8, "tensor": 2})
+    assert sizes == call(mesh={"seq": np.int64(8), "tensor": 2}, head_axes="tensor")
+    assert sizes == call(mesh=AbstractMesh((8, 2), ("seq", "tensor")))
+    assert call() == call(mesh=np.int64(8)) == call(mesh=make_mesh(seq=8))
+    assert call(exchange_size=2) == call(exchange_size=np.int64(2))
+
+
+def test_a_named_implementation_is_compared_where_it_serves():
+    """And takes part in the choice of a strategy: cuDNN has no way of keys that are gathered from other devices."""
+    comparison = plan([Segments(2**20)], num_tokens=2**20, num_heads=32, is_causal=True, implementation="cudnn")
+    assert [one.strategy for one in comparison.forecasts] == ["ring", "all_to_all"]
+    assert "implementation='cudnn'" in comparison.example
+    assert [one["why"] for one in comparison.implementations] == [""]
+    by_tiles = plan([Segments(64)], num_tokens=64, num_heads=4, implementation="xla").implementations
+    assert [(one["implementation"], one["why"]) for one in by_tiles] == [("xla", "")]
+
+
+def test_the_call_to_paste_says_what_was_compared():
+    long = {"num_tokens": 2**23, "num_heads": 32, "num_kv_heads": 4, "axis_name": "context", "mesh": {"context": 8}}
+    comparison = plan([Segments(2**23)], **long, exchange_size=4)
+    assert comparison.best.num_bytes("forward") > 0
+    assert comparison.recommendation.startswith(f'Take "{comparison.best.strategy}": its bound is')
+    assert "axis_name='context'" in comparison.example
+    assert ("exchange_size=4" in comparison.example) == (comparison.best.strategy in ("all_to_all", "auto"))
+    local = plan([Segments(64)], num_tokens=4096, num_heads=8)
+    assert local.recommendation.startswith("Nothing has to travel")
+
+
+def test_a_branch_by_itself_sends_what_it_does_among_others():
+    """Results that others are added to travel in the dtype of sums."""
+    call = plan([Segments(2**18, 4), Segments(2**20, 8)], num_tokens=2**20, num_heads=32, num_kv_heads=8).call
+    alone = [messages(call.work, call.implement(call.schedules("all_to_all", only=n)), True) for n in (0, 1)]
+    together = messages(call.work, call.implement(call.schedules("all_to_all")), True)
+    assert all(branch.exchanges_rows for branch in call.schedules("all_to_all"))
+    assert sorted([*alone[0], *alone[1]]) == sorted(together)
+
+
+def test_the_command_compiles_what_it_states(capsys):
+    options = (
+        "--causal --heads 4 --head-dim 8 --tokens 64 --dtype float32 --device cpu --mesh seq=4 --forward --compile"
+    )
+    assert main(["plan", "window:5", *options.split(), "--features", "document_ids", "dropout_rate"]) == 0
+    *_, first = capsys.readouterr().out.strip().partition("stated to be sent")
+    rows = [line.split("  ") for line in first.splitlines()[1:]]
+    found = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[0] for row in found] == ["ring", "all_gather", "all_to_all"]
+    for _, stated, compiled, *_ in found:
+        assert stated == compiled != "0 MiB"
 
 
 def test_the_command(capsys, tmp_path):
@@ -149,11 +211,23 @@ def test_the_command_says_what_is_wrong(arguments, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU v7", "v5e"), ("NVIDIA H200", "H200")],
+    ("platform", "kind", "name"),
+    [
+        ("tpu", "TPU v5 lite", "v5e"),
+        ("tpu", "TPU v5", "v5p"),
+        ("tpu", "TPU v6 lite", "v6e"),
+        ("tpu", "TPU v7", "v5e"),
+        ("gpu", "NVIDIA H200", "H200"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "A100"),
+        ("gpu", "NVIDIA L4", "H100"),
+    ],
 )
-def test_devices_are_known_by_their_kinds(kind, name):
-    assert machine_of("cuda" if "NVIDIA" in kind else "tpu", kind).name == name
+def test_devices_are_known_by_their_kinds(platform, kind, name):
+    """As jax's devices say these."""
+    device = collections.namedtuple("Device", ("platform", "device_kind"))(platform, kind)
+    mesh = jax.make_mesh((1,), ("seq",)).abstract_mesh.update(abstract_device=device)
+    placement = find_placement(*map(jnp.asarray, random_arguments(4)), mesh, "seq")
+    assert machine_of(placement.platform, placement.device_kind).name == name
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):
@@ -242,6 +316,9 @@ def test_a_mesh_that_is_not_used_is_said(kind):
         call()
     with jax.set_mesh(make_mesh(kind, **{name: 4})):
         call()  # once is enough
+    other = "ring" if kind == AxisType.Auto else "sp"
+    with jax.set_mesh(make_mesh(kind, **{other: 2, "model": 4})), pytest.warns(MeshWarning, match=f"name='{other}'"):
+        call()
     with jax.set_mesh(make_mesh(AxisType.Auto, data=4, tensor=2)):
         call()  # may cut batches and heads
     with jax.set_mesh(make_mesh(kind, seq=4, data=2)):

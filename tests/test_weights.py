@@ -76,3 +76,14 @@ def test_wrong_rows(rows, error, words, unchecked):
     query, key, _ = map(jnp.asarray, random_arguments(32))
     with pytest.raises(error, match=re.escape(words)):
         ringjax.attention_weights(query, key, rows, segment_lengths=(32,), dilation_rates=(1,))
+
+
+def test_wrong_arguments(unchecked):
+    query, key, _ = map(jnp.asarray, random_arguments(32))
+    weigh = lambda **more: ringjax.attention_weights(
+        query, key, [0], segment_lengths=(32,), dilation_rates=(1,), **more
+    )
+    with pytest.raises(TypeError, match="is_causal='no' must be True or False"):
+        weigh(is_causal="no")
+    with pytest.raises(TypeError, match="query_offset is traced: attention_weights takes an integer"):
+        jax.eval_shape(lambda offset: weigh(query_offset=offset), jnp.int32(0))
