@@ -286,7 +286,8 @@ def _attend(
     query: Array, key: Array, value: Array, sinks: Array | None, context: Context, plan: Plan
 ) -> tuple[Array, Array]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
-    laid_out = (None if array is None else lay_out(array, kind) for array, kind in zip(context, "ddrr", strict=True))
+    kinds = zip(context, Context.KINDS, strict=True)
+    laid_out = (None if array is None else lay_out(array, kind) for array, kind in kinds)
     results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), Context(*laid_out), plan)
     out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
     return (out, lse) if sinks is None else add_sinks(out, lse, sinks)

@@ -184,14 +184,18 @@ def _add_scores(
     weighting: Weighting,
 ) -> Partial:
     maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.unit)  # [*X, Q]
-    # A row that has met no key yet has a maximum of -inf: shifting by 0 instead keeps -inf - -inf out.
-    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    shift = shift_of(maximum)
     weights = jnp.exp(scores * weighting.unit - shift[..., None])
     decay = jnp.exp(partial.maximum - shift)
     denominator = partial.denominator * decay + weights.sum(axis=-1)
     added = _multiply("...qj,...jv->...qv", kept(weights).astype(value.dtype), value, weighting, weights.dtype)
     numerator = partial.numerator * decay[..., None] + added
     return Partial(maximum, denominator, numerator)
+
+
+def shift_of(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Returns what logits are shifted by: their maximum, or 0 for a row without any, which keeps -inf - -inf out."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Array, "I B C K G Rq"]]:
@@ -206,7 +210,7 @@ def merge(
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
     maximum = functools.reduce(jnp.maximum, lses)
-    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    shift = shift_of(maximum)
     weights = [jnp.exp(lse - shift) for lse in lses]
     total = functools.reduce(jnp.add, weights)
     divisor = jnp.where(total == 0, 1, total)

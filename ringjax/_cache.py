@@ -1,4 +1,7 @@
-"""The cache of decoding: the rows that tokens to come may still see, however long the context is."""
+"""The cache of decoding: the rows that tokens to come may still see, however long the context is.
+
+Where the mesh has a sequence axis, the rows of each cache are sharded along it.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,12 +15,14 @@ from ringjax._counts import is_integer
 from ringjax._mesh import find_axis, sharded_zeros
 from ringjax._pattern import DilatedPattern
 
-# A causal query never looks back beyond what its branches see: each caches the rows that the next tokens may still see,
-# however long the context is. Where the mesh has a sequence axis, the rows of each cache are sharded along it.
-
 
 class Cache(NamedTuple):
-    """The cached rows of each branch, the number of tokens so far, and the most that there may be."""
+    """The cached rows of each branch, the number of tokens so far, and the most that there may be.
+
+    `VARIABLES` are what modules call these.
+    """
+
+    VARIABLES = "cached_key", "cached_value", "cache_index", "cache_length"
 
     keys: tuple[Float[Array, "*B R K H"], ...]
     values: tuple[Float[Array, "*B R K V"], ...]

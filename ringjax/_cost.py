@@ -164,9 +164,8 @@ def _of_ring(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator
 def _ways(direction: Direction, branch: BranchSchedule, legs: Iterable[Leg], side: Side, row: int) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
     for leg in legs:
-        halo_rows = leg.num_rows(side) - leg.rotations * side.num_slots
         yield of_devices(row * side.num_slots * (leg.rotations > 0), branch.exchange_size, leg.rotations)
-        yield of_devices(row * halo_rows, branch.exchange_size * abs(leg.halo_hops))
+        yield of_devices(row * leg.halo_rows(side), branch.exchange_size * abs(leg.halo_hops))
 
 
 def _of_gather(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:

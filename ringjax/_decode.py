@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from ringjax._block import Weighting, accumulation_dtype, merge
+from ringjax._block import Weighting, accumulation_dtype, merge, shift_of
 from ringjax._branch import MAX_POSITIONS, Branch
 from ringjax._cache import Cache
 from ringjax._mesh import Placement
@@ -201,8 +201,7 @@ class Decoder:
         if axis_name is None:
             return out, lse
         maximum = jax.lax.pmax(lse, axis_name)
-        shift = jnp.where(maximum == -jnp.inf, 0, maximum)
-        weight = jnp.exp(lse - shift)
+        weight = jnp.exp(lse - shift_of(maximum))
         denominator = jax.lax.psum(weight, axis_name)
         divisor = jnp.where(denominator == 0, 1, denominator)
         return jax.lax.psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
@@ -223,7 +222,7 @@ def _attend_rows(
     mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
     logits = jnp.where(mask, scores * weighting.unit, -jnp.inf)
     maximum = logits.max(axis=-1, initial=-jnp.inf)
-    weights = jnp.exp(logits - jnp.where(maximum == -jnp.inf, 0, maximum)[..., None])
+    weights = jnp.exp(logits - shift_of(maximum)[..., None])
     total = weights.sum(axis=-1)
     divisor = jnp.where(total == 0, 1, total)
     out = multiply("...ckgr,...rkv->...ckgv", weights.astype(value.dtype), value)

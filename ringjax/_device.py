@@ -12,13 +12,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._block import accumulation_dtype, merge
+from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._order import after
 from ringjax._plan import Plan
 from ringjax._shard import Shard, add_gradients, add_results
 
 
 class Context(NamedTuple):
-    """What attention depends on beside its arguments, and is not differentiated by."""
+    """What attention depends on beside its arguments, and is not differentiated by.
+
+    `KINDS` says how each lies on the mesh, as `Placement.map` takes it.
+    """
+
+    KINDS = "ddrr"
 
     query_documents: Int[Array, "*B T"] | None = None
     key_documents: Int[Array, "*B S"] | None = None
@@ -32,7 +38,12 @@ class Context(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What the backward is given: the arguments, the results, and the cotangents of those that were used."""
+    """What the backward is given: the arguments, the results, and the cotangents of those that were used.
+
+    `KINDS` as those of `Context`.
+    """
+
+    KINDS = "qkkqqqq"
 
     query: Float[Array, "*B T N H"]
     key: Float[Array, "*B S K H"]
@@ -81,10 +92,11 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, jnp.zeros((), dtype)))
     # What the backward of each implementation needs of a query, before any rows are taken.
     of_queries = {
-        branch.implementation: [
-            _group_heads(array, plan) for array in plan.implementation(branch).of_queries(out, lse, cotangent, lse_grad)
+        implementation: [
+            _group_heads(array, plan)
+            for array in IMPLEMENTATIONS[implementation].of_queries(out, lse, cotangent, lse_grad)
         ]
-        for branch in plan.branches
+        for implementation in dict.fromkeys(branch.implementation for branch in plan.branches)
     }
     # The forward's rings come first, and those of layers behind it.
     earlier: Any = lse, cotangent, lse_grad

@@ -158,7 +158,7 @@ def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: 
     own = branch_messages(work, branch, direction == "backward")
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
-    num_meetings = 1 + max((leg.rotations + (leg.halo > 0) for leg in branch.key_legs), default=0)
+    num_meetings = 1 + max((leg.hops for leg in branch.key_legs), default=0)
     num_meetings = 1 if branch.strategy == "all_gather" else num_meetings
     products = _operations(work, branch, direction) / machine.rate(work.itemsize)
     memory = _bytes_moved(work, branch, num_meetings, direction) / machine.memory_bandwidth

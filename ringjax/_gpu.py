@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
@@ -20,12 +19,9 @@ from ringjax import _dropout
 from ringjax._block import Weighting
 from ringjax._gpu_call import OWN_ROWS, TILE_ROWS, Step, launch, plgpu
 from ringjax._mask import is_allowed
-from ringjax._operands import KEYS, QUERIES, Given, forward_call, gradient_call
+from ringjax._operands import KEYS, LEAST, LOG2E, QUERIES, Given, forward_call, gradient_call
 
 PARTS = (1,)  # the tiles that come by in a step
-_LOG2E = 1 / math.log(2)
-# What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
-_LEAST = -0.7 * float(np.finfo(np.float32).max)
 # The rows of a tile that come by which the gradients take at once: as many as registers hold the weights of.
 _PART_ROWS = 64
 # How numbers of a tile lie in the registers of a warpgroup: where the matrix unit leaves them.
@@ -140,17 +136,17 @@ class _Forward:
     def start(self, before: tuple[Any, ...]) -> Sums:
         if not before:
             row = lambda fill: plgpu.layout_cast(jnp.full(OWN_ROWS, fill, jnp.float32), _COLUMN)
-            return row(_LEAST), row(0.0), _zeros(self.width)
+            return row(LEAST), row(0.0), _zeros(self.width)
         # As one key of a weight of one.
         out, lse = before
         lse = _numbers(lse, STAYS)
         total = jnp.where(lse == -jnp.inf, 0.0, 1.0)
-        return jnp.maximum(lse * _LOG2E, _LEAST), total, _rows(out)
+        return jnp.maximum(lse * LOG2E, LEAST), total, _rows(out)
 
     def step(self, step: Step, sums: Sums) -> Sums:
         masks, (query,), (key, value), *_ = step.given
         (former, total, out), rate = sums, self.weighting.dropout_rate
-        unit = self.weighting.unit * _LOG2E
+        unit = self.weighting.unit * LOG2E
 
         def hand_over() -> None:
             step.arrive()
@@ -210,7 +206,7 @@ class _Gradient:
         scores = _cap(_multiply(one, _turned(other), self.interpret), self.weighting)
         seen = _mask(scores, masks, stays, is_whole)
         lse = _read(lse, _axis(QUERIES, stays), seen.shape)
-        weights = jnp.exp2(seen * (self.weighting.unit * _LOG2E) - lse * _LOG2E)
+        weights = jnp.exp2(seen * (self.weighting.unit * LOG2E) - lse * LOG2E)
         if rate:
             weights = jnp.where(_is_kept(masks, stays, seen.shape, rate), weights, -weights)
         found = self.keep(weights, weights).astype(dtype)

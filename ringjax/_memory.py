@@ -95,5 +95,5 @@ def _arriving(branch: BranchSchedule, row: RowBytes, has_gradient: bool) -> int:
     do_queries = has_gradient and queries_travel(branch, row)
     legs, side = (branch.query_legs, branch.queries) if do_queries else (branch.key_legs, branch.keys)
     rotating = sum(side.num_slots for leg in legs if leg.rotations)
-    halos = sum(leg.num_rows(side) - leg.rotations * side.num_slots for leg in legs)
+    halos = sum(leg.halo_rows(side) for leg in legs)
     return (rotating + halos) * (row.queries + row.query_grad if do_queries else of_key)

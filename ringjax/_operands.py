@@ -18,6 +18,9 @@ from ringjax._block import Weighting
 from ringjax._mask import Mask, Visits
 
 QUERIES, KEYS = 0, 1  # the sides
+LOG2E = 1 / math.log(2)  # kernels take powers of two
+# What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
+LEAST = -0.7 * float(np.finfo(np.float32).max)
 
 
 class Stats(NamedTuple):

@@ -80,9 +80,21 @@ class DilatedPattern:
 
     @classmethod
     def of_lengths(
-        cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *choices: Any, **named: Any
+        cls,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        offsets: Offsets = "interleaved",
+        merge: Merge = "lse",
+        heads: Heads = "all",
     ) -> "DilatedPattern":
         """Returns the pattern with a branch for each segment length and its dilation rate.
+
+        Args:
+          segment_lengths: the segment length of each branch, in tokens.
+          dilation_rates: the dilation rate of each branch, at most its segment length.
+          offsets: as the class takes it; so are the others.
+          merge: how often a pair of several branches counts.
+          heads: which heads run a branch.
 
         Raises:
           ValueError, TypeError: for an empty pattern, unequal numbers of lengths and rates, values below 1 or that are
@@ -105,7 +117,7 @@ class DilatedPattern:
                     f"dilation_rates={rates} has the rate {rate} above its segment length {length}: "
                     "some heads would keep nothing; lower the rate or lengthen the segment"
                 )
-        return cls(tuple(map(Segments, lengths, rates)), *choices, **named)
+        return cls(tuple(map(Segments, lengths, rates)), offsets, merge, heads)
 
     def offset(self, kv_head: Any, rate: int, num_kv_heads: int, branch: int) -> Any:
         """Returns the offset of a key/value head, given by its global number, in the branch of this rate and number."""

@@ -123,8 +123,7 @@ def _ways(schedule: BranchSchedule) -> str:
         if leg.rotations:
             words.append(f"{leg.rotations} {'hops' if leg.rotations > 1 else 'hop'} of {schedule.keys.num_slots} rows")
         if leg.halo:
-            halo, hops = leg.of_halo(schedule.keys), abs(leg.halo_hops)
-            rows = halo.num_chunks * halo.num_rows
+            rows, hops = leg.halo_rows(schedule.keys), abs(leg.halo_hops)
             words.append(f"{rows} rows {hops} {'devices' if hops > 1 else 'device'} {way}")
     return ", ".join(words)
 

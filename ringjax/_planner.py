@@ -55,7 +55,7 @@ class Comparison:
     def _row(self, one: Forecast) -> dict[str, Any]:
         both = one.forward + one.backward
         legs = [leg for branch in one.branches if branch.strategy == "ring" for leg in branch.key_legs]
-        hops = sum(leg.rotations + (leg.halo > 0) for leg in legs)
+        hops = sum(leg.hops for leg in legs)
         return {
             "strategy": one.strategy,
             "exchange_size": max(branch.exchange_size for branch in one.branches),

@@ -38,7 +38,8 @@ def forward(task: Task) -> Any:
         return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
-    halos = [task.send(task.keys, leg) for leg in branch.key_legs if leg.halo]
+    with_halos = [leg for leg in branch.key_legs if leg.halo]
+    halos = [task.send(task.keys, leg) for leg in with_halos]
     keys = task.take_swapped(task.keys)
     partial = implementation.start(queries.arrays, keys.arrays.value)
     rotating = [leg for leg in branch.key_legs if leg.rotations]
@@ -47,7 +48,7 @@ def forward(task: Task) -> Any:
     for number, leg in enumerate(rotating):  # the first begins with a shard's own keys
         earlier = partial if number else [halo.arrays for halo in halos]
         partial = _attend_around(task, leg, after(keys, earlier), attend, partial, first_hop=min(number, 1))
-    for leg, halo in zip(branch.key_legs, halos, strict=False):
+    for leg, halo in zip(with_halos, halos, strict=True):
         tiles, partial = halo.behind(partial)
         partial = attend(partial, halo.operand, tiles, leg.rotations + 1, leg.direction)
     return partial

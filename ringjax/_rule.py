@@ -26,7 +26,7 @@ def ring_attention(
     plan: Plan,
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes the output and the lse of attention over all shards, as the plan says."""
-    return _map(device_forward, "qkkddrr", "qq", (query, key, value, *context), plan)
+    return _map(device_forward, "qkk" + Context.KINDS, "qq", (query, key, value, *context), plan)
 
 
 def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
@@ -48,17 +48,23 @@ def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[
 
     @folded.def_vmap
     def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
-        seed, (_, is_moved) = arrays[-2], is_batched[-2:]
-        if seed is not None or is_moved:
+        context, has_batch = (Context(*given[-len(Context._fields) :]) for given in (arrays, is_batched))
+        if context.seed is not None or has_batch.query_offset:
             axes = jax.tree.map(lambda has: 0 if has else None, tuple(is_batched))
             results = jax.vmap(functools.partial(run, plan), axes)(*arrays)
         else:
-            spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
-            whole = jax.tree.map(spread, arrays[:-2], tuple(is_batched[:-2]))
-            results = _map(function, inputs, outputs, (*whole, *arrays[-2:]), plan.with_batch())
+            whole = tuple(map(functools.partial(_spread, size), inputs, arrays, is_batched))
+            results = _map(function, inputs, outputs, whole, plan.with_batch())
         return results, jax.tree.map(lambda _: True, results)
 
     return folded(*arrays)
+
+
+def _spread(size: int, kind: str, array: Array | None, has_batch: Any) -> Array | None:
+    """Gives an array the batch dimension of a vmap, where it is not the same for all."""
+    if array is None or has_batch or kind == "r":
+        return array
+    return jnp.broadcast_to(array, (size, *array.shape))
 
 
 def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Plan) -> tuple[Any, Any]:
@@ -84,7 +90,7 @@ ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=T
 # Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _backward(given: Backward, context: Context, plan: Plan) -> tuple[Array, Array, Array]:
-    return _map(device_backward, "qkkqqqqddrr", "qkk", (*given, *context), plan)
+    return _map(device_backward, Backward.KINDS + Context.KINDS, "qkk", (*given, *context), plan)
 
 
 def _no_second_derivative(*_: Any) -> Any:

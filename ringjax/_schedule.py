@@ -1,7 +1,7 @@
 """The schedule of a branch: which shards' rows meet, on which way they travel, and how work is balanced, in integers.
 
-Every function here uses arithmetic operators only, so that the same line serves Python integers, NumPy arrays (the
-tests) and traced JAX integers (the shard's own number inside shard_map).
+What is said of a shard or a slot uses arithmetic operators only, so that the same line serves Python integers, NumPy
+arrays (the tests) and traced JAX integers (the shard's own number inside shard_map).
 """
 
 import dataclasses
@@ -38,10 +38,19 @@ class Leg(NamedTuple):
         """Returns the rows of the halo."""
         return side.part(side.shard_length - self.halo if self.direction > 0 else 0, self.halo)
 
+    @property
+    def hops(self) -> int:
+        """The number of hops, that of the halo included."""
+        return self.rotations + (self.halo > 0)
+
+    def halo_rows(self, side: Side) -> int:
+        """Returns the number of rows of the halo."""
+        halo = self.of_halo(side)
+        return halo.num_chunks * halo.num_rows if self.halo else 0
+
     def num_rows(self, side: Side) -> int:
         """Returns the number of rows that a shard sends."""
-        halo = self.of_halo(side)
-        return self.rotations * side.num_slots + (halo.num_chunks * halo.num_rows if self.halo else 0)
+        return self.rotations * side.num_slots + self.halo_rows(side)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
@@ -19,7 +18,7 @@ from jaxtyping import Array, Float
 from ringjax import _dropout
 from ringjax._block import Weighting
 from ringjax._mask import is_allowed
-from ringjax._operands import KEYS, QUERIES, Call, Given, Sizes, forward_call, gradient_call
+from ringjax._operands import KEYS, LEAST, LOG2E, QUERIES, Call, Given, Sizes, forward_call, gradient_call
 from ringjax._tile_list import CUT, SOME, WHOLE, Step
 from ringjax._tpu_call import launch
 
@@ -27,10 +26,7 @@ LANES = 128  # the columns of a register
 # The numbers of tiles that may come by in a step, and the most rows of these.
 PARTS = 4, 2, 1
 STEP_ROWS = 2048
-_LOG2E = 1 / math.log(2)
 _HALVED_ROWS = 512  # the rows of tiles of queries that are computed in halves
-# What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
-_LEAST = -0.7 * float(np.finfo(np.float32).max)
 
 Sums = tuple[Array, ...]
 
@@ -138,17 +134,17 @@ def _run(call: Call, widths: tuple[int, ...]) -> list[Array]:
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
     (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
     (out_ref, lse_ref), (maximum_ref, total_ref, sum_ref) = results, scratch
-    rows, width, unit = sizes.rows[KEYS], value_ref.shape[-1], weighting.unit * _LOG2E
+    rows, width, unit = sizes.rows[KEYS], value_ref.shape[-1], weighting.unit * LOG2E
 
     @pl.when(step.is_first)
     def _() -> None:
         if before:  # as one key of a weight of one
             lse = _column(before[1][0])
-            maximum_ref[...] = jnp.maximum(lse * _LOG2E, _LEAST)
+            maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
             total_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1.0)
             sum_ref[...] = before[0][0]
         else:
-            maximum_ref[...] = jnp.full_like(maximum_ref, _LEAST)
+            maximum_ref[...] = jnp.full_like(maximum_ref, LEAST)
             total_ref[...] = jnp.zeros_like(total_ref)
             sum_ref[...] = jnp.zeros_like(sum_ref)
 
@@ -279,10 +275,10 @@ def _tile_gradients(
 ) -> tuple[Array, Array]:
     """Returns the weights of pairs, some dropped, and the gradient of their logits without the scale."""
     lse, delta = stats
-    logits = scores * (weighting.unit * _LOG2E)
+    logits = scores * (weighting.unit * LOG2E)
     if is_cut:
         logits = jnp.where(is_allowed(*masks), logits, -jnp.inf)
-    weights = jnp.exp2(logits - lse * _LOG2E)
+    weights = jnp.exp2(logits - lse * LOG2E)
     kept = lambda array: _drop(array, masks, weighting.dropout_rate) if weighting.dropout_rate else array
     logits_grad = weights * (kept(weights_grad) - delta)
     if weighting.logits_soft_cap is not None:

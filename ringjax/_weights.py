@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ringjax._arguments import check_arrays, check_causal, check_numbers, check_positions, read_documents
-from ringjax._block import accumulation_dtype
+from ringjax._block import accumulation_dtype, shift_of
 from ringjax._branch import Branch
 from ringjax._mesh import take_whole
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
@@ -138,10 +138,9 @@ def _weigh(
     sink = jnp.full_like(maximum, -jnp.inf)
     if sinks is not None:
         sink = _sinks_of(sinks.astype(dtype), query, rows).reshape(maximum.shape)
-    maximum = jnp.maximum(maximum, sink)
-    maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
-    weights = jnp.exp(logits - maximum)
-    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - maximum)
+    shift = shift_of(jnp.maximum(maximum, sink))
+    weights = jnp.exp(logits - shift)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - shift)
     weights = weights / jnp.where(total == 0, 1, total)
     return weights.reshape(*weights.shape[:-4], -1, *weights.shape[-2:])  # [..., N, R, S]
 

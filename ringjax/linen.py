@@ -67,7 +67,7 @@ class RingDilatedAttention(linen.Module):
       deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
-      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default the
+      exchange_size: the number of devices that exchange in ``"all_to_all"`` and ``"auto"``; by default the
         fewest after which nothing else travels, else the most that serve.
       implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
         :func:`ring_dilated_attention`.
@@ -231,19 +231,20 @@ class RingDilatedAttention(linen.Module):
     def _decode(
         self, settings: Settings, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool
     ) -> Array:
-        if not self.has_variable("cache", _CACHE[0]):
+        if not self.has_variable("cache", Cache.VARIABLES[0]):
             *batch, length, _, _ = key.shape
-            for name, rows in zip(_CACHE, settings.make_cache(tuple(batch), length, key.dtype), strict=True):
+            for name, rows in zip(Cache.VARIABLES, settings.make_cache(tuple(batch), length, key.dtype), strict=True):
                 self.put_variable("cache", name, rows)
             return settings.attend(query, key, value, sinks=sinks)
         run = settings.prefill if prefill else settings.step
-        out, cache = run(query, key, value, Cache(*(self.get_variable("cache", name) for name in _CACHE)), sinks)
-        for name, rows in zip(_CACHE, cache, strict=True):
+        out, cache = run(
+            query, key, value, Cache(*(self.get_variable("cache", name) for name in Cache.VARIABLES)), sinks
+        )
+        for name, rows in zip(Cache.VARIABLES, cache, strict=True):
             self.put_variable("cache", name, rows)
         return out
 
 
-_CACHE = "cached_key", "cached_value", "cache_index", "cache_length"
 _SAME_SETTINGS = (
     "is_causal",
     "rope_theta",

@@ -27,8 +27,6 @@ from ringjax._strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
 
-_CACHE = "cached_key", "cached_value", "cache_index", "cache_length"
-
 
 class RingDilatedAttention(nnx.Module):
     """Multi-head attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
@@ -65,7 +63,7 @@ class RingDilatedAttention(nnx.Module):
       deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
-      exchange_size: the number of devices that exchange in ``"all_to_all"``; by default the
+      exchange_size: the number of devices that exchange in ``"all_to_all"`` and ``"auto"``; by default the
         fewest after which nothing else travels, else the most that serve.
       implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
         :func:`ring_dilated_attention`.
@@ -336,7 +334,7 @@ class RingDilatedAttention(nnx.Module):
           TypeError: if the dtype is no floating one.
         """
         cache = self.settings.make_cache(*read_shape(input_shape), dtype, spec)
-        for name, value in zip(_CACHE, cache, strict=True):
+        for name, value in zip(Cache.VARIABLES, cache, strict=True):
             setattr(self, name, nnx.Cache(value))
 
     def set_view(
@@ -359,7 +357,7 @@ class RingDilatedAttention(nnx.Module):
             self.init_cache((*batch, max_length, self.in_features))
 
     def _decode(self, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool) -> Array:
-        variables = [getattr(self, name) for name in _CACHE]
+        variables = [getattr(self, name) for name in Cache.VARIABLES]
         if None in variables:
             raise ValueError("decode=True, but there is no cache: call init_cache first")
         cache = Cache(*(variable.get_value() for variable in variables))

@@ -70,7 +70,7 @@ ALLOWED = {
     "_gather": {"_layout", "_meeting", "_ring"},
     "_addition": {"_layout", "_plan"},
     "_shard": {"_addition", "_block", "_gather", "_layout", "_meeting", "_plan", "_ring", "_rows"},
-    "_device": {"_block", "_order", "_plan", "_shard"},
+    "_device": {"_block", "_implementation", "_order", "_plan", "_shard"},
     "_rule": {"_device", "_plan", "_promotion"},
     "_arguments": {"_branch", "_counts", "_dropout"},
     "_machine": {"_cost"},
