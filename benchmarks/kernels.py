@@ -28,7 +28,7 @@ from ringjax import DilatedPattern, Segments, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._meeting import Meeting, Slots, make_mask
 from ringjax._mesh import Placement
-from ringjax._mosaic import TILE_ROWS, MosaicTpu
+from ringjax._mosaic import ROWS_BY_KIND, MosaicTpu
 from ringjax._plan import Plan
 from ringjax._protocol import Request
 from ringjax._schedule import make_schedule
@@ -166,7 +166,7 @@ def named(kernel: dict[str, Any]) -> dict[str, Region]:
 
 def num_pairs(chip: str, kernel: str, case: str) -> int:
     """Returns the pairs of a tile that stays and of what comes by."""
-    rows = TILE_ROWS.get(chip[:2], (512, 512))
+    rows = ROWS_BY_KIND.get(chip[:2], (512, 512))
     stays, passes = rows[::-1] if kernel == "key_gradient" else rows
     return stays * (passes if case == "one part" else STEP_ROWS)
 

@@ -32,7 +32,7 @@ from ringjax._block import Keys, Weighting
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Meeting, Slots
 from ringjax._protocol import Request
-from ringjax._rows import Heads, Rows
+from ringjax._rows import BranchHeads, Rows
 from ringjax._schedule import BranchSchedule, make_schedule
 
 REHEARSAL = "--rehearse" in sys.argv
@@ -213,7 +213,7 @@ def _computed_rows(array: jax.Array, branch: BranchSchedule, shard: int, impleme
 
 
 def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
-    heads = Heads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
+    heads = BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
     slots = lambda holder: Slots(Rows(branch, branch.queries, jnp.int32(holder), heads), jnp.int32([holder]), True)
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 

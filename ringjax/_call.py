@@ -12,7 +12,7 @@ from ringjax._implementation import implement, obstacle
 from ringjax._pattern import DilatedPattern
 from ringjax._protocol import Request
 from ringjax._schedule import MAX_BLOCK_ROWS, BranchSchedule, make_schedule
-from ringjax._strategy import lay_ways, read_exchange_sizes
+from ringjax._strategy import read_exchange_sizes, schedules_with
 
 SHARED_BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 64
@@ -78,7 +78,7 @@ class Call:
             )
             return branches if only is None else (branches[only],)
 
-        return lay_ways(make, strategy, sizes, self.pattern.heads)
+        return schedules_with(make, strategy, sizes, self.pattern.heads)
 
     def implement(self, branches: tuple[BranchSchedule, ...], with_warning: bool = False) -> tuple[BranchSchedule, ...]:
         """Returns the schedules in the tiles of what computes them.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from ringjax import _dropout
 from ringjax._block import Weighting
-from ringjax._gpu_call import OWN_ROWS, TILE_ROWS, Step, launch, plgpu
+from ringjax._gpu_call import OWN_ROWS, TILE_ROWS, GpuStep, launch, plgpu
 from ringjax._mask import is_allowed
 from ringjax._operands import KEYS, LEAST, LOG2E, QUERIES, Given, forward_call, gradient_call
 
@@ -143,7 +143,7 @@ class _Forward:
         total = jnp.where(lse == -jnp.inf, 0.0, 1.0)
         return jnp.maximum(lse * LOG2E, LEAST), total, _rows(out)
 
-    def step(self, step: Step, sums: Sums) -> Sums:
+    def step(self, step: GpuStep, sums: Sums) -> Sums:
         masks, (query,), (key, value), *_ = step.given
         (former, total, out), rate = sums, self.weighting.dropout_rate
         unit = self.weighting.unit * LOG2E
@@ -243,7 +243,7 @@ def _parts(tree: Any) -> list[Any]:
 class _QueryGradient(_Gradient):
     """The gradient of queries."""
 
-    def step(self, step: Step, sums: Sums) -> Sums:
+    def step(self, step: GpuStep, sums: Sums) -> Sums:
         (query_masks, key_masks), (query, out_grad), (key, value), stats, _ = step.given
         step.wait(0)
         step.wait(1)
@@ -260,7 +260,7 @@ class _QueryGradient(_Gradient):
 class _KeyGradient(_Gradient):
     """The gradients of keys and of values."""
 
-    def step(self, step: Step, sums: Sums) -> Sums:
+    def step(self, step: GpuStep, sums: Sums) -> Sums:
         (query_masks, key_masks), (query, out_grad), (key, value), stats, _ = step.given
         key_sum, value_sum = sums
         step.wait(0)

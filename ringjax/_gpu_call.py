@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array
 
-from ringjax._operands import KEYS, Call, Operand, Sizes, flatten
-from ringjax._tile_list import WHOLE, find_runs, list_tiles, passing
-from ringjax._tile_list import Step as Note
+from ringjax._operands import KEYS, KernelCall, KernelOperand, Sizes, flatten
+from ringjax._tile_list import WHOLE, Step, find_stretches, list_tiles, passing
 
 # With what is in newer versions of jax alone.
 plgpu: Any = mosaic_gpu
@@ -43,7 +42,7 @@ class Barriers(NamedTuple):
     turn: Any
 
 
-class Step(NamedTuple):
+class GpuStep(NamedTuple):
     """What a kernel is given in a step: trees of references, as the arrays were, each to what of it meets.
 
     Those of the tile that stays are to the warpgroup's own rows. A kernel waits for each of the two operands that come
@@ -73,7 +72,7 @@ class Step(NamedTuple):
 
 
 @runtime_checkable
-class Kernel(Protocol):
+class GpuKernel(Protocol):
     """What a warpgroup computes: from sums that it starts, step by step, to results.
 
     One that `takes_turns` uses the matrix unit while the other warpgroup does not.
@@ -85,7 +84,7 @@ class Kernel(Protocol):
         """Returns the sums of no step, given references to what is added to, if there is something."""
         ...
 
-    def step(self, step: Step, sums: Any) -> Any:
+    def step(self, step: GpuStep, sums: Any) -> Any:
         """Returns the sums with those of a step."""
         ...
 
@@ -95,7 +94,7 @@ class Kernel(Protocol):
 
 
 class _Lists(NamedTuple):
-    """References to the tiles that stay, with their runs, and to the steps."""
+    """References to the tiles that stay, with their stretches, and to the steps."""
 
     stays: Any
     starts: Any
@@ -107,8 +106,8 @@ class _Lists(NamedTuple):
 class _Block(NamedTuple):
     """What a block of threads knows: of each operand the reference, and for those that are copied the room."""
 
-    call: Call
-    leaves: list[Operand]
+    call: KernelCall
+    leaves: list[KernelOperand]
     tree: Any
     lists: _Lists
     refs: list[Any]
@@ -134,7 +133,7 @@ class _Block(NamedTuple):
 
     def is_whole(self, step: Any) -> Any:
         """Whether no mask cuts what meets in a step."""
-        return Note(self.lists.notes[self.entry(step)[0]]).case == WHOLE
+        return Step(self.lists.notes[self.entry(step)[0]]).case == WHOLE
 
     def copy(self, number: int, entry: Any, group: Any, room: Any, barrier: Any) -> None:
         """Copies a tile of an operand."""
@@ -145,12 +144,12 @@ class _Block(NamedTuple):
         plgpu.copy_gmem_to_smem(ref.at[at], room, barrier)
 
 
-def launch(call: Call) -> list[Array]:
-    """Runs a kernel; `call.kernel` is a `Kernel`."""
+def launch(call: KernelCall) -> list[Array]:
+    """Stretches a kernel; `call.kernel` is a `GpuKernel`."""
     (leaves, tree), outs = flatten(call.operands()), call.outs()
-    lists, runs = list_tiles(call.visits, 1), find_runs(call.visits)
-    flat = runs.tile.reshape(-1), runs.start.reshape(-1), runs.stop.reshape(-1)
-    scalars, num_tiles = _Lists(*flat, lists.tiles, lists.notes), runs.tile.shape[1]
+    lists, stretches = list_tiles(call.visits, 1), find_stretches(call.visits)
+    flat = stretches.tile.reshape(-1), stretches.start.reshape(-1), stretches.stop.reshape(-1)
+    scalars, num_tiles = _Lists(*flat, lists.tiles, lists.notes), stretches.tile.shape[1]
     arrays = [leaf.array for leaf in leaves]
 
     def body(*refs: Any) -> None:
@@ -176,7 +175,7 @@ def launch(call: Call) -> list[Array]:
     return call.take_back([jax.lax.pcast(array, varying, to="varying") for array in run(*scalars, *arrays)])
 
 
-def _enter(call: Call, leaves: list[Operand], tree: Any, num_tiles: int, refs: tuple[Any, ...]) -> _Block:
+def _enter(call: KernelCall, leaves: list[KernelOperand], tree: Any, num_tiles: int, refs: tuple[Any, ...]) -> _Block:
     """Returns what a block of threads knows, which begins: the head and the tile that are its own, and their run."""
     lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
     index, per_head, sizes = jax.lax.axis_index("tile"), np.int32(num_tiles), call.sizes
@@ -200,21 +199,21 @@ def _enter(call: Call, leaves: list[Operand], tree: Any, num_tiles: int, refs: t
     )
 
 
-def _staged(call: Call, leaves: list[Operand], stays: bool) -> list[int]:
+def _staged(call: KernelCall, leaves: list[KernelOperand], stays: bool) -> list[int]:
     """Returns the numbers of the operands that are copied, of one side; sums are not."""
     num_sums = sum(isinstance(result, jax.Array) for result in call.results)
     copied = leaves[: len(leaves) - num_sums]
     return [number for number, leaf in enumerate(copied) if (leaf.side == call.stays) == stays]
 
 
-def _passes(call: Call, leaves: list[Operand]) -> tuple[list[int], list[int]]:
+def _passes(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
     """Returns the operands that come by: the first one, with the rows of numbers, and the second."""
     numbers = _staged(call, leaves, stays=False)
     first, second = (number for number in numbers if not leaves[number].is_row)
     return [first, *(number for number in numbers if leaves[number].is_row)], [second]
 
 
-def _make_rooms(call: Call, leaves: list[Operand]) -> list[Any]:
+def _make_rooms(call: KernelCall, leaves: list[KernelOperand]) -> list[Any]:
     rooms = []
     for stays, stages in ((True, ()), (False, (_STAGES,))):
         for number in _staged(call, leaves, stays):
@@ -228,7 +227,7 @@ def _make_rooms(call: Call, leaves: list[Operand]) -> list[Any]:
     return [room for _, room in sorted(rooms, key=lambda pair: pair[0])]
 
 
-def _make_barriers(call: Call, leaves: list[Operand]) -> Barriers:
+def _make_barriers(call: KernelCall, leaves: list[KernelOperand]) -> Barriers:
     barrier = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=_STAGES)
     first, second = _passes(call, leaves)
     spent = barrier(_COMPUTING)
@@ -260,7 +259,7 @@ def _copy(block: _Block) -> None:
 def _compute(block: _Block, warpgroup: Any) -> None:
     """What a warpgroup does that computes."""
     plgpu.set_max_registers(_REGISTERS, action="increase")
-    kernel: Kernel = block.call.kernel
+    kernel: GpuKernel = block.call.kernel
     own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
     rows = pl.ds(block.stays * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
     # Numbers of rows are [B, heads, rows] in a call, and [B * heads, 1, rows] here.
@@ -274,7 +273,7 @@ def _compute(block: _Block, warpgroup: Any) -> None:
         stays = set(_staged(block.call, block.leaves, stays=True))
         refs = [room.at[own] if number in stays else room.at[slot] for number, room in enumerate(block.rooms)]
         given = block.tree.unflatten([*refs, *before])
-        return kernel.step(Step(given, block.is_whole(step), slot, block.barriers), sums)
+        return kernel.step(GpuStep(given, block.is_whole(step), slot, block.barriers), sums)
 
     if kernel.takes_turns:
         pl.when(warpgroup == 1)(turn)

@@ -28,7 +28,7 @@ from ringjax._side import Side
 LANES = 128  # rows of tiles are multiples of these
 # The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
 # is read, which the v6e with its many products needs.
-TILE_ROWS = {"v6": (1024, 512)}
+ROWS_BY_KIND = {"v6": (1024, 512)}
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
 # The GPUs whose matrix units the kernels for GPUs use.
 HOPPER = "H100", "H200", "H800", "H20", "GH200"
@@ -224,7 +224,7 @@ class MosaicTpu(Mosaic):
         if request.block_size is not None:
             rows = min(request.block_size, MAX_TILE_ROWS)
             return rows, rows
-        return next((size for part, size in TILE_ROWS.items() if part in request.device_kind), (512, 512))
+        return next((size for part, size in ROWS_BY_KIND.items() if part in request.device_kind), (512, 512))
 
 
 class MosaicGpu(Mosaic):

@@ -79,7 +79,7 @@ class Place(NamedTuple):
     tiles: tuple[Any, Any]
 
 
-class Operand(NamedTuple):
+class KernelOperand(NamedTuple):
     """An array that kernels read or write tile by tile: [any, rows, width], or [any, 1, rows] of numbers.
 
     `number(place)` says which one of the first dimension.
@@ -96,7 +96,7 @@ class Operand(NamedTuple):
         return 2 if self.is_row else 1
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """A kernel, and what it reads and writes.
 
     `results` are shapes, or the arrays that it adds to; `operations` those of a pair of a query and a key. So many
@@ -135,7 +135,7 @@ class Call(NamedTuple):
         lists = self.mask.visits.meets.shape[0]
         return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays)
 
-    def outs(self) -> list[Operand]:
+    def outs(self) -> list[KernelOperand]:
         """Returns what it writes."""
         return [_of_heads(shape, self.stays, is_row=len(shape.shape) == 3) for shape in self.results]
 
@@ -161,16 +161,16 @@ class Call(NamedTuple):
         return pl.CostEstimate(flops=pairs * self.operations, transcendentals=pairs, bytes_accessed=num_bytes)
 
 
-def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> Call:
+def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
     """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
     query, width = given.query, given.value.shape[-1]
     shape = lambda *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), jnp.float32)
     results, arrays = before or (shape(width), shape()), ((query,), (given.key, given.value), ())
     operations = 2 * (query.shape[-1] + width)
-    return Call("forward", kernel, given.mask, QUERIES, *arrays, results, operations, interpret=given.interpret)
+    return KernelCall("forward", kernel, given.mask, QUERIES, *arrays, results, operations, interpret=given.interpret)
 
 
-def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> Call:
+def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> KernelCall:
     """Returns the call of a kernel for the gradient of queries, or those of keys and values: whichever stay.
 
     They are added to what is `before`.
@@ -181,34 +181,34 @@ def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ..
     arrays = (query, given.out_grad), keys, given.stats, results
     operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
     name = "query_gradient" if stays == QUERIES else "key_gradient"
-    return Call(name, kernel, given.mask, stays, *arrays, operations, interpret=given.interpret)
+    return KernelCall(name, kernel, given.mask, stays, *arrays, operations, interpret=given.interpret)
 
 
-def flatten(given: Any) -> tuple[list[Operand], Any]:
+def flatten(given: Any) -> tuple[list[KernelOperand], Any]:
     """Returns the operands of a tree, and its structure."""
-    return jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, Operand))
+    return jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, KernelOperand))
 
 
-def _of_heads(array: Any, side: int, is_row: bool = False) -> Operand:
+def _of_heads(array: Any, side: int, is_row: bool = False) -> KernelOperand:
     """An array [B, heads, rows, width], or [B, heads, rows] of numbers, or its shape."""
     shape = (math.prod(array.shape[:2]), *([1] if is_row else []), *array.shape[2:])
     flat = array.reshape(shape) if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(shape, array.dtype)
-    return Operand(flat, side, is_row, lambda place: place.heads[side])
+    return KernelOperand(flat, side, is_row, lambda place: place.heads[side])
 
 
-def _of_mask(array: Array, side: int, sizes: Sizes) -> Operand:
+def _of_mask(array: Array, side: int, sizes: Sizes) -> KernelOperand:
     """An array of a mask [I, A, 1, O, R], or of streams [I, B, 1, K, G, R]."""
     tiles, batches, _, heads, *_, rows = array.shape
     flat = jnp.moveaxis(array, 0, -2).reshape(-1, 1, tiles * rows)  # [A * O, 1, I * R]
     if array.ndim > 5:
-        return Operand(flat, side, True, lambda place: place.heads[side])
+        return KernelOperand(flat, side, True, lambda place: place.heads[side])
 
     def number(place: Place) -> Any:
         kv_head = place.heads[KEYS]
         batch = jax.lax.div(kv_head, np.int32(sizes.kv_heads)) if batches > 1 else 0
         return batch * heads + (jax.lax.rem(kv_head, np.int32(sizes.kv_heads)) if heads > 1 else 0)
 
-    return Operand(flat, side, True, number)
+    return KernelOperand(flat, side, True, number)
 
 
 def _masks(mask: Mask, sizes: Sizes) -> tuple[Any, Any]:

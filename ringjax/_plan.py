@@ -17,7 +17,7 @@ from ringjax._meeting import Noise
 from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
 from ringjax._protocol import Implementation
-from ringjax._rows import Heads, Rows, pick
+from ringjax._rows import BranchHeads, Rows, pick
 from ringjax._schedule import BranchSchedule
 
 
@@ -100,7 +100,7 @@ class Plan:
         heads = self._heads(branch)
         return Rows(branch, branch.queries, self.exchange.shard, heads, self.placement.is_whole, branch.exchanges_rows)
 
-    def _heads(self, branch: BranchSchedule) -> Heads:
+    def _heads(self, branch: BranchSchedule) -> BranchHeads:
         """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
         numbers = self.pattern.heads_of(branch.number, self.num_kv_heads)
         branches = [(branch.number, branch.branch), *branch.earlier]
@@ -113,7 +113,7 @@ class Plan:
         first, head, is_member = self._members(numbers)
         head = (head - numbers.start).clip(0, len(numbers) - 1)
         classes = pick(classes.reshape(-1).astype(np.int32), head) if offsets.shape[1] > 1 else np.zeros(1, np.int32)
-        return Heads(first, head.size, own, tuple(earlier), classes, is_member)
+        return BranchHeads(first, head.size, own, tuple(earlier), classes, is_member)
 
     def _members(self, numbers: range) -> tuple[Any, Any, Any]:
         """Returns the local number of this shard's first head, the global numbers of its heads, and which are members.

@@ -26,7 +26,7 @@ def put(token: Array, row: Array) -> Array:
     return row
 
 
-class Heads(NamedTuple):
+class BranchHeads(NamedTuple):
     """The key/value heads of a shard that run a branch: `size` of them, from its own number `first` on.
 
     Heads are of one class whose rows have the same offsets, in this branch and in earlier ones whose pairs it leaves
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
     schedule: BranchSchedule
     side: Side
     shard: Int[Array, ""]
-    heads: Heads
+    heads: BranchHeads
     is_whole: bool = False
     already_taken: bool = False
 

@@ -58,7 +58,7 @@ def read_exchange_sizes(
     return (exchange_size,)
 
 
-def lay_ways(make: Callable[[int], Schedules], strategy: str, sizes: tuple[int, ...], heads: str) -> Schedules:
+def schedules_with(make: Callable[[int], Schedules], strategy: str, sizes: tuple[int, ...], heads: str) -> Schedules:
     """Returns the schedules of a strategy; `make` gives the schedules for a number of devices that exchange.
 
     That number is the smallest of `sizes` after which nothing else travels, or else the largest.

@@ -29,7 +29,7 @@ class TileList(NamedTuple):
     length: Int[Array, ""]
 
 
-class Runs(NamedTuple):
+class Stretches(NamedTuple):
     """The tiles that stay, of each list those that meet most first, and where what each meets is in a list."""
 
     tile: Int[Array, "L I"]
@@ -99,17 +99,17 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
     return _list_steps(is_step, row << _HALF | column, note)
 
 
-def find_runs(visits: Visits) -> Runs:
+def find_stretches(visits: Visits) -> Stretches:
     """Returns where the tiles that each tile meets are in the list of `list_tiles`, with one of them in a step.
 
-    A tile that meets none has an empty run: the step that it has in the list is passed over. Who begins with the
-    longest runs ends with short ones, and no processor is left alone with a long one.
+    A tile that meets none has an empty stretch: the step that it has in the list is passed over. Who begins with the
+    longest stretches ends with short ones, and no processor is left alone with a long one.
     """
     length = visits.meets.sum(axis=2, dtype=jnp.int32)  # [L, I]
     steps = jnp.maximum(length, 1)
     start = jnp.cumsum(steps, dtype=jnp.int32).reshape(steps.shape) - steps
     order = jnp.argsort(-length, axis=1).astype(jnp.int32)
-    return Runs(order, *(jnp.take_along_axis(array, order, axis=1) for array in (start, start + length)))
+    return Stretches(order, *(jnp.take_along_axis(array, order, axis=1) for array in (start, start + length)))
 
 
 def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from ringjax import _dropout
 from ringjax._block import Weighting
 from ringjax._mask import is_allowed
-from ringjax._operands import KEYS, LEAST, LOG2E, QUERIES, Call, Given, Sizes, forward_call, gradient_call
+from ringjax._operands import KEYS, LEAST, LOG2E, QUERIES, Given, KernelCall, Sizes, forward_call, gradient_call
 from ringjax._tile_list import CUT, SOME, WHOLE, Step
 from ringjax._tpu_call import launch
 
@@ -123,7 +123,7 @@ def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N
     return out, lse
 
 
-def _run(call: Call, widths: tuple[int, ...]) -> list[Array]:
+def _run(call: KernelCall, widths: tuple[int, ...]) -> list[Array]:
     """Runs a kernel that keeps so wide sums of the rows of a tile that stays."""
     rows = call.sizes.rows[call.stays]
     scratch = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)

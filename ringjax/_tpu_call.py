@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ringjax._mask import Visits
-from ringjax._operands import KEYS, QUERIES, Call, Operand, Place, Sizes, flatten
+from ringjax._operands import KEYS, QUERIES, KernelCall, KernelOperand, Place, Sizes, flatten
 from ringjax._tile_list import Step, list_tiles, passing, staying
 
 _VMEM_BYTES = 64 * 2**20
@@ -26,7 +26,7 @@ def _entry(step: Any, sizes: Sizes) -> tuple[Any, Any]:
     return jax.lax.div(step, np.int32(sizes.groups)), jax.lax.rem(step, np.int32(sizes.groups))
 
 
-def _block(operand: Operand, sizes: Sizes) -> pl.BlockSpec:
+def _block(operand: KernelOperand, sizes: Sizes) -> pl.BlockSpec:
     rows = sizes.rows[operand.side] * sizes.parts[operand.side]
     outer = sizes.heads[sizes.stays] // sizes.lists
 
@@ -44,7 +44,7 @@ def _block(operand: Operand, sizes: Sizes) -> pl.BlockSpec:
     return pl.BlockSpec((1, 1, rows) if operand.is_row else (1, rows, operand.array.shape[-1]), index)
 
 
-def launch(call: Call) -> list[Array]:
+def launch(call: KernelCall) -> list[Array]:
     """Runs a kernel: `kernel(step, (masks, queries, keys, stats, sums), results, scratch, sizes)`.
 
     It gets references, in trees as the arrays were; `sums` are what is added to, if there is something.
@@ -62,7 +62,7 @@ def launch(call: Call) -> list[Array]:
         inner, outer = refs[: len(leaves)], refs[len(leaves) :]
         call.kernel(step, tree.unflatten(inner), outer[: len(outs)], outer[len(outs) :], sizes)
 
-    def run(visits: Visits, arrays: list[Any], outs: list[Operand]) -> list[Array]:
+    def run(visits: Visits, arrays: list[Any], outs: list[KernelOperand]) -> list[Array]:
         steps = list_tiles(visits, call.parts)
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -82,7 +82,11 @@ def launch(call: Call) -> list[Array]:
 
 
 def _in_bands(
-    run: Callable[..., list[Array]], visits: Visits, leaves: list[Operand], outs: list[Operand], sizes: Sizes
+    run: Callable[..., list[Array]],
+    visits: Visits,
+    leaves: list[KernelOperand],
+    outs: list[KernelOperand],
+    sizes: Sizes,
 ) -> list[Array]:
     """Runs a kernel on some of the tiles that stay after others: as many as scalar memory holds the lists of."""
     lists, tiles, others = visits.meets.shape

@@ -25,7 +25,7 @@ from ringjax._mosaic import FIRST_JAX, MosaicGpu
 from ringjax._operands import Given, Stats
 from ringjax._protocol import Request
 from ringjax._schedule import make_schedule
-from ringjax._tile_list import find_runs, list_tiles, staying
+from ringjax._tile_list import find_stretches, list_tiles, staying
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < FIRST_JAX, reason="the kernels need a newer jax")
 
@@ -183,17 +183,17 @@ def test_under_vmap(interpret):
 
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
-def test_runs_are_those_of_the_list(density):
-    """Each tile that stays once, the longest runs first, and all steps of it."""
+def test_stretches_are_those_of_the_list(density):
+    """Each tile that stays once, the longest stretches first, and all steps of it."""
     rng = np.random.default_rng(0)
     meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
     visits = Visits(jnp.asarray(meets), jnp.asarray(is_whole))
-    steps, runs = list_tiles(visits, 1), find_runs(visits)
+    steps, stretches = list_tiles(visits, 1), find_stretches(visits)
     for number in range(2):
-        lengths = runs.stop[number] - runs.start[number]
-        assert sorted(runs.tile[number].tolist()) == list(range(5))
+        lengths = stretches.stop[number] - stretches.start[number]
+        assert sorted(stretches.tile[number].tolist()) == list(range(5))
         assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
-        for tile, start, stop in zip(*(array[number].tolist() for array in runs), strict=True):
+        for tile, start, stop in zip(*(array[number].tolist() for array in stretches), strict=True):
             assert stop - start == meets[number, tile].sum()
             assert all(staying(int(one)) == tile for one in steps.tiles[start:stop])
 
