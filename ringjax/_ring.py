@@ -201,10 +201,13 @@ def _rotate(
         addend, resident_grad = visit(resident_grad, operand, arrays, hops)
         return (arriving, _add(grad, addend), resident_grad), None
 
-    arrays = hop(own)
+    # What arrives is taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it
+    # only after that, and wait for it.
+    arrays, resident_grad = jax.lax.optimization_barrier((hop(own), resident_grad))
     grad, resident_grad = visit(resident_grad, operand, arrays, 1)
     if size > 1:
-        carry = (hop(arrays), grad, resident_grad)
+        arriving, grad = jax.lax.optimization_barrier((hop(arrays), grad))
+        carry = (arriving, grad, resident_grad)
         carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size, dtype=jnp.uint32))
         arrays, grad, resident_grad = carry
         addend, resident_grad = visit(resident_grad, operand, arrays, size)
