@@ -218,7 +218,7 @@ def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementat
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
-        partial = implementation.start(query, chunks[0][2])
+        partial = implementation.start(query, Keys(*chunks[0][1:3]))
         for step in range(branch.num_shards):
             source = branch.source(shard, step)
             sides = implementation.see_queries(slots(shard)), implementation.see_keys(slots(source))

@@ -13,7 +13,7 @@ from ringjax import _dropout
 from ringjax._branch import MAX_POSITIONS
 from ringjax._counts import is_integer
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
 _LEAST, _MOST = 1e-18, 1e18
 
@@ -28,11 +28,13 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
     for name, array in arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
             raise TypeError(f"{name} is a ShapeDtypeStruct: pass arrays, or call jax.eval_shape on the function")
-        if not hasattr(array, "dtype") or jnp.dtype(array.dtype).name not in _DTYPES:
+        if not hasattr(array, "dtype") or jnp.dtype(array.dtype).name not in DTYPES:
             kind = getattr(array, "dtype", type(array).__name__)
-            raise TypeError(f"{name} is of {kind}: pass an array of one of {', '.join(_DTYPES)}")
+            raise TypeError(f"{name} is of {kind}: pass an array of one of {', '.join(DTYPES)}")
         if array.ndim < 3:
             raise ValueError(f"{name} has the shape {array.shape}: pass at least [length, heads, width]")
+        if not all(isinstance(size, int) for size in array.shape[-3:]):
+            raise TypeError(f"{name} has the shape {array.shape}: of symbolic dimensions only those of batches may be")
         if 0 in array.shape[-3:]:
             raise ValueError(f"{name} has the shape {array.shape}: length, heads and width must be at least 1")
     shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())

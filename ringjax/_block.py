@@ -68,10 +68,10 @@ def accumulation_dtype(*arrays: Any) -> jnp.dtype:
     return jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
 
 
-def start(query: Float[Array, "I B C K G Rq H"], value: Float[Array, "J B C K Rk V"]) -> Partial:
+def start(query: Float[Array, "I B C K G Rq H"], keys: Keys) -> Partial:
     """Returns the softmax of nothing, for tiles of queries."""
-    row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, value))  # [I, B, C, K, G, R]
-    return Partial(row - jnp.inf, row, jnp.zeros_like(row[..., None], shape=(*row.shape, value.shape[-1])))
+    row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [I, B, C, K, G, R]
+    return Partial(row - jnp.inf, row, jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])))
 
 
 # Inside, a tile has as few dimensions as can be: *X are the batch and the key/value heads, those of them that are more
@@ -86,7 +86,8 @@ class _Fold(NamedTuple):
     is_by_batch: bool
 
     def queries(self, array: Array) -> Array:
-        return self._fold(array, -1, *array.shape[6:])
+        groups, rows, *rest = array.shape[4:]
+        return self._fold(array, groups * rows, *rest)
 
     def keys(self, array: Array) -> Array:
         return self._fold(array, *array.shape[4:])
@@ -332,8 +333,7 @@ def _tile_gradients(
 ) -> tuple[Float[Array, "*X Q H"], Float[Array, "*X H Rk"], Float[Array, "*X V Rk"]]:
     query, out_grad, lse, delta = queries
     key, value = keys
-    scores = _scores(query, key, weighting)
-    dtype = scores.dtype
+    scores, dtype = _scores(query, key, weighting), lse.dtype
     weights = jnp.exp(mask(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
     weights_grad = kept(_multiply("...qv,...jv->...qj", out_grad, value, weighting, dtype))
     # dx; its factor `scale` is left to the sums.

@@ -120,6 +120,8 @@ def _check(options: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         text = " ".join(f"{name}={size}" for name, size in options.mesh)
         raise ValueError(f"--mesh {text} names an axis twice: give each once")
+    if options.json and options.compile:
+        raise ValueError("--json prints figures alone: leave it or --compile out")
     for name in ("plot", "measure"):
         path = getattr(options, name)
         if path is not None and not Path(path).absolute().parent.is_dir():

@@ -19,7 +19,7 @@ from ringjax._cache import Cache
 from ringjax._mesh import Placement
 from ringjax._order import after
 from ringjax._pattern import DilatedPattern
-from ringjax._sinks import add_sinks
+from ringjax._sinks import add_sinks, read_sinks
 
 
 class _Branch(NamedTuple):
@@ -63,7 +63,7 @@ class Decoder:
     @functools.partial(jax.jit, static_argnums=0)
     def prefill(self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], cache: Cache) -> Cache:
         """Returns the cache after the first T tokens, which lie on the mesh as the placement says."""
-        length = key.shape[-3]
+        length = self.placement.length(key)
         placement = self._placement
 
         def fill(key: Array, value: Array, *caches: Array) -> tuple[Array, ...]:
@@ -102,7 +102,10 @@ class Decoder:
             sent = jax.lax.psum(take(receiver * first.size + first), axis_name)
             return jnp.where(receiver == shard, sent, own)
 
-        return jax.lax.fori_loop(0, num_shards, send, after(rows, sent))
+        # A cache that was made inside the caller's own shard_map is the same on all devices so far.
+        is_same = axis_name not in jax.typeof(rows).manual_axis_type.varying
+        own = jax.lax.pcast(rows, axis_name, to="varying") if is_same else rows
+        return jax.lax.fori_loop(0, num_shards, send, after(own, sent))
 
     def step(
         self,
@@ -115,7 +118,8 @@ class Decoder:
         """Returns the attention of the next c tokens, and the cache after them: NaN beyond its length.
 
         Raises:
-          ValueError: if it is known that there are more tokens than the cache is for.
+          ValueError: if it is known that there are more tokens than the cache is for, or for sinks of another shape.
+          TypeError: for sinks that are no floats.
         """
         count = query.shape[-3]
         if not count:
@@ -125,7 +129,7 @@ class Decoder:
                 f"the cache holds {int(cache.length)} tokens of at most {int(cache.max_length)}, and {count} come: "
                 "call init_cache with a larger length"
             )
-        return self._step(query, key, value, cache, sinks)
+        return self._step(query, key, value, cache, read_sinks(sinks, query))
 
     @functools.partial(jax.jit, static_argnums=0)
     def _step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Array | None) -> tuple[Array, Cache]:
@@ -171,7 +175,8 @@ class Decoder:
         self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any
     ) -> tuple[Array, ...]:
         count, num_heads = key.shape[-3:-1]
-        grouped = query.reshape(*query.shape[:-2], num_heads, -1, query.shape[-1])  # [*B, c, K, G, H]
+        groups = query.shape[-2] // num_heads
+        grouped = query.reshape(*query.shape[:-2], num_heads, groups, query.shape[-1])  # [*B, c, K, G, H]
         token = length + jnp.arange(count, dtype=jnp.int32)
         branches = self._branches([array.shape[-3] for array in keys])
         cached, new, new_keys, new_values = [], [], [], []

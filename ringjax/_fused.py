@@ -111,10 +111,10 @@ class Fused(Implementation):
         """Returns what is seen of keys."""
         return see(slots)
 
-    def start(self, query: Float[Array, "B Rq N H"], value: Float[Array, "B Rk K V"]) -> FusedPartial:
+    def start(self, query: Float[Array, "B Rq N H"], keys: Keys) -> FusedPartial:
         """Returns the attention on nothing."""
-        row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, value))  # [B, R, N]
-        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, value.shape[-1])), row - jnp.inf)
+        row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [B, R, N]
+        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
 
     def forward(
         self, query: Float[Array, "B Rq N H"], keys: Keys, meeting: Meeting, weighting: Weighting, partial: FusedPartial
@@ -139,7 +139,7 @@ class Fused(Implementation):
             found = [attend(piece, query, keys) for piece in pieces]
             if len(found) == 1:
                 return found[0]
-            nothing = self.start(query, keys.value)
+            nothing = self.start(query, keys)
             out, lse = merge(*zip(*(found or [nothing]), strict=True))
             return out.astype(query.dtype), lse
 

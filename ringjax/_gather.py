@@ -12,7 +12,7 @@ from ringjax._ring import Addends
 def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
     queries, keys, meeting = _meet(task)
-    partial = task.implementation.start(queries.arrays, keys.arrays.value)
+    partial = task.implementation.start(queries.arrays, keys.arrays)
     return task.implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
 
 

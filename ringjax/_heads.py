@@ -194,7 +194,8 @@ class Settings:
         Raises:
           ValueError: if it is longer than the cache is for.
         """
-        length = key.shape[-3]
+        decoder = self._decoder(query, key, value)
+        length = decoder.placement.length(key)
         if not isinstance(cache.max_length, Tracer) and length > int(cache.max_length):
             raise ValueError(
                 f"the cache is for {int(cache.max_length)} tokens, and the inputs have {length}: "
@@ -203,7 +204,7 @@ class Settings:
         self._check_cache(key, cache)
         out, embedded = self.attend(query, key, value, sinks=sinks), self._embed(key, is_key=True)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
-        return out, self._decoder(query, key, value).prefill(embedded, value, cache)
+        return out, decoder.prefill(embedded, value, cache)
 
     @with_own_promotion
     def step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:

@@ -112,7 +112,20 @@ class Placement(NamedTuple):
         """Gives an array the type that `map` takes; only typed axes ask for it."""
         if self.mesh is None or not self.is_explicit:
             return array
-        return jax.sharding.reshard(array, NamedSharding(self.mesh, self._spec(kind, is_length_sharded)))
+        return reshard(array, self.mesh, self._spec(kind, is_length_sharded))
+
+
+def reshard(array: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
+    """Gives an array the type that a spec says, of the Explicit axes of a mesh, and constrains it to the Auto ones."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    typed, auto = (
+        [tuple(axis for axis in axes if kinds[axis] == kind) for axes in _axes_of(spec)]
+        for kind in (AxisType.Explicit, AxisType.Auto)
+    )
+    array = jax.sharding.reshard(array, NamedSharding(mesh, P(*(axes or None for axes in typed))))
+    if not any(auto):
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*(axes or P.UNCONSTRAINED for axes in auto))))
 
 
 def check_mesh(mesh: Any, axis_name: Any, spec: Any) -> None:
@@ -150,6 +163,7 @@ def find_placement(
       ValueError: if `spec` is given without a mesh or names axes that there are not, or if a
         dimension is sharded over axes that it must not be sharded over.
     """
+    _check_abstract(mesh, (query, key, value))
     mesh, _ = find_mesh((query, key, value), mesh)
     platform, is_platform_known = _platform(mesh, query)
     if mesh is None:
@@ -172,6 +186,10 @@ def find_placement(
     _, value_length, value_heads, value_width = cut(value)
     _check_lengths({"query": length, "key": key_length, "value": value_length}, axis_name)
     _check_widths({"query": query_width, "key": key_width, "value": value_width})
+    if axis_name in (axis for axes in (*batch, heads, kv_heads, value_heads) for axis in axes):
+        raise ValueError(
+            f"batch or heads are sharded over axis_name={axis_name!r}, the axis of the sequence: shard them over others"
+        )
     typed = lambda axes: tuple(axis for axis in axes if axis in known)
     return Placement(
         mesh=mesh if mapped else None,
@@ -308,10 +326,23 @@ def _spec_of(array: Array) -> P:
 
 def _entries(spec: P, ndim: int) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
     """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
-    entries = [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
-    entries += [()] * (ndim - len(entries))
+    entries = _axes_of(spec) + [()] * (ndim - len(spec))
     *batch, length, heads, width = entries
     return tuple(batch), length, heads, width
+
+
+def _axes_of(spec: P) -> list[Axes]:
+    """Returns the mesh axes of each entry of a spec."""
+    return [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
+
+
+def _check_abstract(mesh: Any, arrays: tuple[Array, ...]) -> None:
+    is_placed = any(isinstance(array, Tracer) or _mesh_of(array) is not None for array in arrays)
+    if isinstance(mesh, AbstractMesh) and not is_placed and jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(
+            f"mesh={mesh} is abstract, and nothing says on which devices it is: give the mesh of these, or call under "
+            "jax.jit with arrays on them"
+        )
 
 
 def _check_spec(spec: P, query: Array, mesh: Mesh | AbstractMesh, known: set[str]) -> None:
@@ -389,10 +420,10 @@ def sharded_zeros(
         return zeros
     batch, _, heads, _ = _entries(P() if spec is None else spec, len(shape))
     fits = shape[-2] % math.prod(mesh.shape[axis] for axis in heads) == 0
-    sharding = NamedSharding(mesh, P(*(axes or None for axes in batch), axis_name, heads if fits and heads else None))
+    spec = P(*(axes or None for axes in batch), axis_name, heads if fits and heads else None)
     if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(zeros, sharding)
-    return jax.lax.with_sharding_constraint(zeros, sharding)
+        return reshard(zeros, mesh, spec)
+    return jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, spec))
 
 
 def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: str) -> Int[Array, "T"]:
@@ -407,18 +438,24 @@ def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: s
     if placement.mesh is None or length % placement.num_shards:
         return positions
     typed = jax.typeof(array).sharding
-    if AxisType.Explicit in typed.mesh.axis_types:
+    kinds = dict(zip(typed.mesh.axis_names, typed.mesh.axis_types, strict=True))
+    if kinds.get(placement.axis_name) == AxisType.Explicit:
         sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
         return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
     return jax.lax.with_sharding_constraint(positions, NamedSharding(placement.mesh, P(placement.axis_name)))
 
 
-def take_whole(array: Array, rows: Int[Array, "R"], axis: int) -> Array:
-    """Returns some rows along an axis, counted from the end, which every device along it gets."""
+def take_whole(array: Array, rows: Int[Array, "R"], axis: int, kv_heads: int = 0) -> Array:
+    """Returns some rows along an axis, counted from the end, which every device along it gets.
+
+    Heads behind these are whole as well where what cuts them does not divide so many key/value heads.
+    """
     index = (..., rows, *[slice(None)] * (-1 - axis))
     sharding = jax.typeof(array).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return array.at[index].get(mode="promise_in_bounds")
     spec = list(sharding.spec)
     spec[axis] = None
+    if kv_heads and kv_heads % math.prod(sharding.mesh.shape[name] for name in _axes_of(P(spec[axis + 1]))[0]):
+        spec[axis + 1] = None
     return array.at[index].get(mode="promise_in_bounds", out_sharding=NamedSharding(sharding.mesh, P(*spec)))

@@ -134,10 +134,10 @@ class Mosaic(Implementation):
         is_member = slots.rows.heads.is_member
         return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
 
-    def start(self, query: Float[Array, "B N T H"], value: Float[Array, "B K S V"]) -> FusedPartial:
+    def start(self, query: Float[Array, "B N T H"], keys: Keys) -> FusedPartial:
         """Returns the attention on nothing."""
         row = jnp.zeros_like(query[..., 0], jnp.float32)  # [B, N, T]
-        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, value.shape[-1])), row - jnp.inf)
+        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
 
     def forward(
         self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: FusedPartial

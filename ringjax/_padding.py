@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Shaped
 
 from ringjax._arguments import read_ids
 from ringjax._counts import is_integer
-from ringjax._mesh import check_mesh, find_mesh
+from ringjax._mesh import check_mesh, find_mesh, reshard
 
 PADDING = -1  # the document of tokens that are none
 
@@ -109,7 +109,7 @@ def _shard(array: Array, axis: int, mesh: Any, axis_name: str | None) -> Array:
     if AxisType.Explicit in mesh.axis_types:
         spec = list(jax.typeof(array).sharding.spec)
         spec[axis] = axis_name
-        return jax.sharding.reshard(array, NamedSharding(mesh, P(*spec)))
+        return reshard(array, mesh, P(*spec))
     if axis_name is None:
         return array
     spec: list[Any] = [P.UNCONSTRAINED] * array.ndim

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ringjax._branch import MAX_POSITIONS
 from ringjax._pattern import DilatedPattern
 from ringjax._schedule import BranchSchedule, make_schedule
 
@@ -137,9 +138,13 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     """
     plt = _pyplot()
     call = compare().call
+    tokens = (call.num_queries * 2**power // 16 for power in range(9))
     sweeps = {
         "num_devices": ("devices", [2**power for power in range(1, 11)]),
-        "num_tokens": ("tokens", [call.num_queries * 2**power // 16 for power in range(9)]),
+        "num_tokens": (
+            "tokens",
+            [count for count in tokens if count <= MAX_POSITIONS],
+        ),
     }
     measures: dict[str, Callable[[Any], float]] = {
         "MiB sent by a device": lambda one: (one.num_bytes("forward") + one.num_bytes("backward")) / 2**20,

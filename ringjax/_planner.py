@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax._arguments import check_choices
+from ringjax._arguments import DTYPES, check_choices
 from ringjax._branch import MAX_POSITIONS, Branch
 from ringjax._call import Call, make_call
 from ringjax._counts import check_count, is_integer
@@ -240,7 +240,7 @@ def plan(
       mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
         or a mesh.
       axis_name: the axis that the sequence is sharded along.
-      head_axes: the axis, or axes, that heads are sharded along; all others cut the batch.
+      head_axes: the axis, or axes, beside the sequence's that heads are sharded along; all others cut the batch.
       node_size: the devices of a node; what the device's figures say by default.
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
         figures in JSON.
@@ -272,7 +272,7 @@ def plan(
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
     counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
-    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes)
+    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis != axis_name)
     batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
     _check_parts(counts, head_parts, batch_parts, head_axes)
     machine = find_machine(device)
@@ -316,8 +316,8 @@ def _read_dtype(dtype: Any) -> np.dtype:
         read = np.dtype(jax.numpy.dtype(dtype))
     except TypeError:
         read = np.dtype(bool)
-    if not jax.numpy.issubdtype(read, jax.numpy.floating):
-        raise ValueError(f"dtype={dtype!r} is no floating dtype: use bfloat16, float16, float32 or float64")
+    if read.name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is none that attention takes: use one of {', '.join(DTYPES)}")
     return read
 
 

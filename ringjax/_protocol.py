@@ -70,7 +70,7 @@ class Implementation(abc.ABC):
         """Returns what it sees of slots of keys."""
 
     @abc.abstractmethod
-    def start(self, query: Array, value: Array) -> Any:
+    def start(self, query: Array, keys: Keys) -> Any:
         """Returns the softmax of nothing."""
 
     @abc.abstractmethod

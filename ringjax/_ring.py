@@ -41,7 +41,7 @@ def forward(task: Task) -> Any:
     with_halos = [leg for leg in branch.key_legs if leg.halo]
     halos = [task.send(task.keys, leg) for leg in with_halos]
     keys = task.take_swapped(task.keys)
-    partial = implementation.start(queries.arrays, keys.arrays.value)
+    partial = implementation.start(queries.arrays, keys.arrays)
     rotating = [leg for leg in branch.key_legs if leg.rotations]
     if not rotating:
         partial = attend(partial, task.keys, keys)

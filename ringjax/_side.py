@@ -171,7 +171,7 @@ class Side:
         if self.of_tile is not None:
             return self.of_tile
         most = min(max(1, self.max_block_rows // self.block_rows), self.num_chunks)
-        divisor = max(count for count in range(1, most + 1) if self.num_chunks % count == 0)
+        divisor = _greatest_divisor(self.num_chunks, most)
         num_tiles = -(-self.num_chunks // most)
         return divisor if 2 * divisor >= most else -(-self.num_chunks // num_tiles)
 
@@ -207,3 +207,9 @@ class Side:
         """Returns the side on which each group of each shard is a shard of its own."""
         length = self.shard_length // self.num_groups
         return dataclasses.replace(self, shard_length=length, span=length, num_shards=self.num_shards * self.num_groups)
+
+
+def _greatest_divisor(number: int, most: int) -> int:
+    """Returns the greatest divisor of a number that is at most so much."""
+    pairs = ((count, number // count) for count in range(1, math.isqrt(number) + 1) if number % count == 0)
+    return max(divisor for pair in pairs for divisor in pair if divisor <= most)

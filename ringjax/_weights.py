@@ -51,6 +51,7 @@ def attention_weights(
     query_offset: int = 0,
     logits_soft_cap: float | None = None,
     sinks: Float[Array | np.ndarray, "..."] | None = None,
+    axis_name: str = "seq",
 ) -> Float[Array, "*B N R S"]:
     """Returns the weights with which some rows of :func:`ring_dilated_attention` attend to all keys.
 
@@ -73,6 +74,7 @@ def attention_weights(
       query_offset: the position of the first query, known when the call is traced.
       logits_soft_cap: the cap of scaled logits.
       sinks: a logit for each query head, [N] or what broadcasts to [..., T, N].
+      axis_name: the mesh axis that the sequence is sharded along, inside whose shard_map no whole sequence is seen.
 
     Returns:
       [..., N, R, S] in float32 at least, before dropout. Those of a row sum to 1, or to less with a sink; those of a
@@ -80,7 +82,8 @@ def attention_weights(
       ``jnp.einsum("...nrs,...snv->...rnv", weights, value)``.
 
     Raises:
-      ValueError: for rows that there are not, shapes that disagree, and a wrong pattern.
+      ValueError: for rows that there are not, shapes that disagree, and a wrong pattern; and inside a shard_map over
+        the sequence.
       TypeError: for arguments of another dtype.
 
     Example:
@@ -90,6 +93,8 @@ def attention_weights(
     """
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, key)
+    if axis_name in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(f"attention_weights inside a shard_map over {axis_name!r} sees one shard: call it outside")
     if isinstance(query_offset, Tracer):
         raise TypeError("query_offset is traced: attention_weights takes an integer, known when the call is traced")
     check_numbers(scale, logits_soft_cap, 0.0, query_offset)
@@ -108,12 +113,13 @@ def _read_rows(rows: Any, length: int) -> Int[Array, "R"]:
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if not isinstance(rows, Tracer):
-        rows = np.asarray(rows)
-        if rows.ndim != 1 or not (np.issubdtype(rows.dtype, np.integer) and rows.size):
-            raise TypeError(f"rows={rows.tolist()!r} must be the numbers of some queries, such as [0]")
-        if rows.min() < 0 or rows.max() >= length:
-            raise ValueError(f"rows={rows.tolist()!r} must be between 0 and {length - 1}: query has {length} rows")
+    is_known = not isinstance(rows, Tracer)
+    rows = np.asarray(rows) if is_known else rows
+    if rows.ndim != 1 or not (jnp.issubdtype(rows.dtype, jnp.integer) and rows.size):
+        shown = rows.tolist() if is_known else rows
+        raise TypeError(f"rows={shown!r} must be the numbers of some queries, such as [0]")
+    if is_known and (rows.min() < 0 or rows.max() >= length):
+        raise ValueError(f"rows={rows.tolist()!r} must be between 0 and {length - 1}: query has {length} rows")
     return jnp.asarray(rows, jnp.int32)
 
 
@@ -123,7 +129,7 @@ def _weigh(
 ) -> Array:
     num_kv_heads, dtype = key.shape[-2], accumulation_dtype(query, key)
     groups = query.shape[-2] // num_kv_heads
-    some = take_whole(query, rows, -3)  # [..., R, N, H]
+    some = take_whole(query, rows, -3, num_kv_heads)  # [..., R, N, H]
     some = some.reshape(*some.shape[:-2], num_kv_heads, groups, some.shape[-1])
     logits = meaning.scale * jnp.einsum("...rkgh,...skh->...kgrs", some, key, preferred_element_type=dtype)
     if meaning.logits_soft_cap is not None:
@@ -142,7 +148,7 @@ def _weigh(
     weights = jnp.exp(logits - shift)
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - shift)
     weights = weights / jnp.where(total == 0, 1, total)
-    return weights.reshape(*weights.shape[:-4], -1, *weights.shape[-2:])  # [..., N, R, S]
+    return weights.reshape(*weights.shape[:-4], num_kv_heads * groups, *weights.shape[-2:])  # [..., N, R, S]
 
 
 def _count(query: Array, key: Array, rows: Array, meaning: _Meaning) -> Int[Array, "K R S"]:

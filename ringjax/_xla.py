@@ -49,8 +49,8 @@ class Xla(Implementation):
     def see_keys(self, slots: Slots) -> View:
         return see_keys(slots)
 
-    def start(self, query: Array, value: Array) -> Partial:
-        return _block.start(query, value)
+    def start(self, query: Array, keys: Keys) -> Partial:
+        return _block.start(query, keys)
 
     def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
         return _block.forward(query, keys, make_mask(meeting), weighting, partial)

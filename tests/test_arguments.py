@@ -3,10 +3,11 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
@@ -73,6 +74,23 @@ def test_exchange_sizes(unchecked):
 def test_block_sizes(block_size, unchecked):
     with pytest.raises(ValueError, match=f"block_size={block_size} must be a positive integer: leave it out"):
         call(block_size=block_size)
+
+
+def test_where_a_call_runs(unchecked):
+    arrays = [jnp.ones(shape) for shape in SHAPES.values()]
+    attend = functools.partial(ring_dilated_attention, **PATTERN)
+    abstract = AbstractMesh((4,), ("seq",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="is abstract, and nothing says on which devices it is: give the mesh of"):
+        attend(*arrays, mesh=abstract)
+    with pytest.raises(ValueError, match="batch or heads are sharded over axis_name='seq', the axis of the sequence"):
+        attend(*arrays, mesh=make_mesh(seq=2), spec=P(None, None, "seq"))
+
+
+def test_a_symbolic_length(unchecked):
+    length, *_ = jax.export.symbolic_shape("length")
+    shapes = [jax.ShapeDtypeStruct((1, length, *shape[2:]), jnp.float32) for shape in SHAPES.values()]
+    with pytest.raises(TypeError, match="query has the shape .*: of symbolic dimensions only those of batches may be"):
+        jax.export.export(jax.jit(functools.partial(ring_dilated_attention, **PATTERN)))(*shapes)
 
 
 def test_an_offset_may_be_an_array_of_numpy(unchecked):

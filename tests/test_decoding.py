@@ -218,6 +218,46 @@ def test_a_window_beyond_all_positions_decodes():
     np.testing.assert_allclose(np.concatenate(out, axis=1), expected, atol=1e-5)
 
 
+def test_a_prompt_inside_the_callers_shard_map():
+    """Where each device sees its own tokens of it, and the next ones are the same for all."""
+    module, mesh, x = make(decode=True), make_mesh(seq=4), inputs()[:, :10]
+    with jax.set_mesh(mesh):
+        module.init_cache((BATCH, LENGTH, WIDTH))
+    definition, cache, rest = nnx.split(module, nnx.Cache, ...)
+    of_cache = jax.tree.map(lambda array: P(None, "seq") if array.ndim == 4 else P(), cache)
+
+    def run(cache, prompt, following):
+        module = nnx.merge(definition, cache, rest)
+        return module(prompt, prefill=True), module(following), module.cache_index.get_value()
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(of_cache, P(None, "seq"), P()), out_specs=(P(None, "seq"), P(), P())
+    )
+    *out, length = jax.jit(mapped)(cache, x[:, :8], x[:, 8:])
+    assert int(length) == 10
+    np.testing.assert_allclose(np.concatenate(out, axis=1), make()(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "words"),
+    [
+        (
+            jnp.ones((BATCH, 1, 3, 4)),
+            ValueError,
+            r"sinks has the shape \(.*, 1, 3, 4\): give one logit for each of the 4",
+        ),
+        (jnp.ones(4, jnp.int32), TypeError, "sinks is of int32: pass an array of floats"),
+        ([1.0] * 4, TypeError, "sinks is of list: pass an array of floats"),
+    ],
+    ids=str,
+)
+def test_wrong_sinks_are_refused_in_steps(sinks, error, words, unchecked):
+    module = make(decode=True)
+    module.init_cache((BATCH, LENGTH, WIDTH))
+    with pytest.raises(error, match=words):
+        module(inputs()[:, :3], sinks=sinks)
+
+
 def test_caches_are_sharded_along_the_sequence():
     stack, shard = enter(AxisType.Auto)
     with stack:

@@ -89,7 +89,7 @@ ALLOWED = {
         "_protocol",
         "_strategy",
     },
-    "_pictures": {"_pattern", "_schedule"},
+    "_pictures": {"_branch", "_pattern", "_schedule"},
     "_hlo": set(),
     "_compiled": {"_attention", "_device_order", "_forecast", "_hlo", "_mesh", "_planner"},
     "_measure": {"_machine", "_mesh"},

@@ -17,7 +17,7 @@ from oracle import (
     with_gradients,
 )
 
-from ringjax import ring_dilated_attention
+from ringjax import pad_to_mesh, ring_dilated_attention
 
 ARGUMENTS = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -159,6 +159,19 @@ def test_keys_that_are_the_same_along_a_manual_axis(mesh):
     out, lse, *grads = jax.jit(with_gradients(loss(lambda *shards, return_residual: mapped(*shards))))(*arrays)
     summed = [expected[2], *(grad.sum(axis=0, keepdims=True) for grad in expected[3:])]
     assert_close(jax.device_get([out, lse, *grads]), [*expected[:2], *summed])
+
+
+@pytest.mark.parametrize("kinds", [("auto", "explicit"), ("explicit", "auto")], ids=str)
+def test_axes_of_both_kinds(kinds):
+    """In one mesh, whether a spec names them or not."""
+    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=tuple(KINDS[kind] for kind in kinds))
+    arrays = random_arguments(29, (4, 2), batch=(2,))
+    spec = P("data", "seq") if kinds[0] == "auto" else None
+    with jax.set_mesh(mesh):
+        check(loss(ring_dilated_attention, spec=spec, **ARGUMENTS), place(arrays, mesh, "data"), arrays)
+        tokens, documents = pad_to_mesh(*place([arrays[0][..., 0]], mesh, "data"))
+    assert tokens.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "seq")), tokens.ndim)
+    assert documents.shape == (2, 32)
 
 
 def test_checkpoint_and_vmap(mesh):

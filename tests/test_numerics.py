@@ -77,11 +77,25 @@ def test_error_in_half_precision_does_not_grow_with_the_ring(dtype):
         assert error < 4 * jnp.finfo(dtype).eps, name
 
 
-@pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("float16",) * 3, ("float32", "bfloat16", "float16")], ids=str)
+DTYPES = [
+    ("bfloat16",) * 3,
+    ("float16",) * 3,
+    ("float32", "bfloat16", "float16"),
+    ("float32", "float64", "bfloat16"),
+    ("float16", "float32", "float64"),
+]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_dtypes_of_results(dtypes):
     arrays = [jnp.asarray(array, dtype) for array, dtype in zip(random_arguments(16), dtypes, strict=True)]
-    results = ring_results(arrays, mesh=make_mesh(seq=2), segment_lengths=(16,), dilation_rates=(1,))
-    assert [result.dtype.name for result in results] == [dtypes[0], "float32", *dtypes]
+    arguments = {"segment_lengths": (16,), "dilation_rates": (1,)}
+    results = ring_results(arrays, mesh=make_mesh(seq=2), **arguments)
+    of_lse = "float64" if "float64" in dtypes else "float32"
+    assert [result.dtype.name for result in results] == [dtypes[0], of_lse, *dtypes]
+    for found, expected in zip(results, reference_results(arrays, **arguments), strict=True):
+        eps = max(float(jnp.finfo(dtype).eps) for dtype in {found.dtype.name, *dtypes})
+        np.testing.assert_allclose(np.float64(found), expected, rtol=0, atol=4 * eps * max(1, np.abs(expected).max()))
 
 
 def test_rows_that_no_branch_covers_are_zero_with_zero_gradient():

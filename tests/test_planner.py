@@ -53,6 +53,7 @@ def test_a_large_mesh_takes_no_time():
     arguments = {"num_heads": 32, "num_kv_heads": 8, "is_causal": True, "mesh": {"seq": 1000, "data": 2}}
     comparison = plan([Window(4096), Segments(2**25, 8)], num_tokens=2**25, batch_size=2, **arguments)
     assert "33,554,432 tokens on 1000 devices" in str(comparison)
+    plan([Segments(1)], num_tokens=2**31 - 1, num_heads=4)  # as many segments as there can be
     assert time.perf_counter() - begin < 2
 
 
@@ -92,8 +93,9 @@ def test_figures_in_json():
         ({"mesh": {"seq": 4, "data": 2}}, "batch_size=1 does not divide over 2 devices"),
         ({"features": ["mask"]}, "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate"),
         ({"exchange_size": 5}, "exchange_size=5 does not serve 8 devices"),
-        ({"dtype": "float31"}, "dtype='float31' is no floating dtype: use bfloat16"),
-        ({"dtype": "int32"}, "dtype='int32' is no floating dtype"),
+        ({"dtype": "float31"}, "dtype='float31' is none that attention takes: use one of float32, bfloat16"),
+        ({"dtype": "int32"}, "dtype='int32' is none that attention takes"),
+        ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' is none that attention takes"),
         ({"implementation": "triton"}, "implementation='triton' is unknown: use one of 'cudnn', 'mosaic', 'xla'"),
         ({"is_causal": "no"}, "is_causal='no' must be True or False"),
         ({"exchange_size": 2.0}, "exchange_size=2.0 must be an integer"),
@@ -116,6 +118,8 @@ def test_axes_in_any_form():
     assert sizes == call(mesh=AbstractMesh((8, 2), ("seq", "tensor")))
     assert call() == call(mesh=np.int64(8)) == call(mesh=make_mesh(seq=8))
     assert call(exchange_size=2) == call(exchange_size=np.int64(2))
+    alone = plan(LONGNET, num_tokens=32768, num_heads=8, mesh={"tensor": 4}, axis_name="tensor")
+    assert (alone.call.num_devices, alone.call.work.num_heads) == (4, 8)  # no axis cuts both
 
 
 def test_a_named_implementation_is_compared_where_it_serves():
@@ -171,7 +175,7 @@ def test_the_command(capsys, tmp_path):
     machine = {name: getattr(MACHINES["H100"], name) for name in MACHINES["H100"].__dataclass_fields__}
     figures.write_text(json.dumps({**machine, "name": "mine", "link_bandwidth": 1e9}))
     picture = tmp_path / "plan.svg"
-    assert main(["plan", "--device", str(figures), "--json", "--plot", str(picture)]) == 0
+    assert main(["plan", "--device", str(figures), "--json", "--plot", str(picture), "--tokens", "1024M"]) == 0
     assert json.loads(capsys.readouterr().out)["device"] == "mine"
     assert all(name in picture.read_text() for name in ("all_gather", "tokens", "devices"))
     figures.write_text("{}")
@@ -187,6 +191,7 @@ def test_the_command(capsys, tmp_path):
         ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg is in no folder that there is: make it"),
         ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),
         ("--measure /nowhere/x", "--measure /nowhere/x is in no folder that there is"),
+        ("--json --compile", "--json prints figures alone: leave it or --compile out"),
         ("--compile --target-config /nowhere", "--target-config /nowhere is no file: give one in XLA's text format"),
     ):
         assert main(["plan", *wrong.split()]) == 2
@@ -226,8 +231,9 @@ def test_devices_are_known_by_their_kinds(platform, kind, name):
     """As jax's devices say these."""
     device = collections.namedtuple("Device", ("platform", "device_kind"))(platform, kind)
     mesh = jax.make_mesh((1,), ("seq",)).abstract_mesh.update(abstract_device=device)
-    placement = find_placement(*map(jnp.asarray, random_arguments(4)), mesh, "seq")
-    assert machine_of(placement.platform, placement.device_kind).name == name
+    placements = []
+    jax.eval_shape(lambda *arrays: placements.append(find_placement(*arrays, mesh, "seq")), *random_arguments(4))
+    assert [machine_of(placement.platform, placement.device_kind).name for placement in placements] == [name]
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The weights of some rows: the rows of attention's output, whatever the pattern, and sharded as the keys are."""
 
+import functools
 import re
 
 import jax
@@ -87,3 +88,26 @@ def test_wrong_arguments(unchecked):
         weigh(is_causal="no")
     with pytest.raises(TypeError, match="query_offset is traced: attention_weights takes an integer"):
         jax.eval_shape(lambda offset: weigh(query_offset=offset), jnp.int32(0))
+
+
+def test_where_they_are_not_to_be_had(unchecked):
+    query, key, _ = map(jnp.asarray, random_arguments(32))
+    weigh = functools.partial(ringjax.attention_weights, segment_lengths=(32,), dilation_rates=(1,))
+    mapped = jax.shard_map(
+        lambda query, key: weigh(query, key, [0]), mesh=make_mesh(seq=4), in_specs=P(None, "seq"), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="attention_weights inside a shard_map over 'seq' sees one shard: call it"):
+        mapped(query, key)
+    for rows in (jnp.array([1.5]), jnp.array(1)):
+        with pytest.raises(TypeError, match="must be the numbers of some queries"):
+            jax.eval_shape(functools.partial(weigh, query, key), rows)
+    assert weigh(query[:0], key[:0], [1]).shape == (0, 2, 1, 32)
+
+
+def test_heads_that_share_few_of_the_keys():
+    """Eight query heads over four devices, and two of keys and values."""
+    query, key, _ = map(jnp.asarray, random_arguments(32, (8, 2)))
+    weigh = functools.partial(ringjax.attention_weights, rows=ROWS, segment_lengths=(8, 32), dilation_rates=(1, 2))
+    mesh = make_mesh(AxisType.Explicit, seq=2, tensor=4)
+    place = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, P(None, "seq", *axes)))
+    np.testing.assert_allclose(weigh(place(query, "tensor"), place(key)), weigh(query, key), rtol=0, atol=1e-12)
