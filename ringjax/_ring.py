@@ -157,10 +157,11 @@ def _travel(
     """
     rotating = [leg for leg in legs if leg.rotations]
     turn = lambda leg: functools.partial(visit, direction=leg.direction)
+    hop = lambda tiles, leg: task.plan.hop(task.branch, tiles, leg.direction)
     if task.branch.is_closed:
         own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
         for leg in rotating:
-            grad, resident_grad = _rotate(task, operand, leg, tiles, turn(leg), resident_grad)
+            grad, resident_grad = _rotate(task, operand, leg, hop(tiles, leg), turn(leg), resident_grad)
             own_grad = _add(own_grad, grad)
         return _Sent(resident_grad, [_Part(operand.layout, own_grad)])
     halos = [task.send(operand, leg) for leg in legs]
@@ -176,7 +177,10 @@ def _travel(
         resident_grad = visit_part(part, task.take(part), resident_grad)
     earlier: Any = [halo.arrays for halo in halos]
     for leg in rotating:
-        grad, resident_grad = _rotate(task, operand, leg, after(tiles, earlier), turn(leg), resident_grad)
+        # Behind the part that is computed meanwhile, as halos are.
+        arriving = hop(after(tiles, earlier), leg), resident_grad
+        arrived, resident_grad = jax.lax.optimization_barrier(arriving)
+        grad, resident_grad = _rotate(task, operand, leg, arrived, turn(leg), resident_grad)
         parts.append(_Part(operand.layout, grad))
         earlier = grad
     for leg, halo in zip(legs, halos, strict=True):
@@ -187,9 +191,9 @@ def _travel(
 
 
 def _rotate(
-    task: Task, operand: Operand, leg: Leg, own: Tiles, visit: Callable[..., Any], resident_grad: Any
+    task: Task, operand: Operand, leg: Leg, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
 ) -> tuple[Any, Any]:
-    """Rotates tiles and the sums of their gradients, and brings these back."""
+    """Rotates tiles that have made the first hop, and the sums of their gradients, and brings these back."""
     size, direction = leg.rotations, leg.direction
     hop = functools.partial(task.plan.hop, task.branch, hops=direction)
     # Sums go round the ends, where their tiles do not: else they would not come back.
@@ -201,11 +205,10 @@ def _rotate(
         addend, resident_grad = visit(resident_grad, operand, arrays, hops)
         return (arriving, _add(grad, addend), resident_grad), None
 
-    # What arrives is taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it
-    # only after that, and wait for it.
-    arrays, resident_grad = jax.lax.optimization_barrier((hop(own), resident_grad))
     grad, resident_grad = visit(resident_grad, operand, arrays, 1)
     if size > 1:
+        # What arrives is taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send
+        # it only after that, and wait for it.
         arriving, grad = jax.lax.optimization_barrier((hop(arrays), grad))
         carry = (arriving, grad, resident_grad)
         carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size, dtype=jnp.uint32))
