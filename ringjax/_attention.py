@@ -116,10 +116,10 @@ def ring_dilated_attention(
     2310.01889; LongNet, arXiv 2307.02486, equations 9 to 11). Tokens stay in the caller's order.
 
     The mesh is that of the caller's own shard_map, else `mesh`, else the one that the arrays carry, else the one that
-    `jax.set_mesh` holds. If it has no axis `axis_name`, or if there is no mesh, each device computes all tokens. Inside
-    the caller's own shard_map over `axis_name` the arguments are the local shards; their batches and heads are taken to
-    be all there are. A length that the mesh does not divide is padded inside. Its output then lies whole on each
-    device, and each device computes all that follows: see :func:`pad_to_mesh`.
+    `jax.set_mesh` holds; beside this jax takes no other. If it has no axis `axis_name`, or if there is no mesh, each
+    device computes all tokens. Inside the caller's own shard_map over `axis_name` the arguments are the local shards;
+    their batches and heads are taken to be all there are. A length that the mesh does not divide is padded inside. Its
+    output then lies whole on each device, and each device computes all that follows: see :func:`pad_to_mesh`.
 
     Args:
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.

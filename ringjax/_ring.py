@@ -207,9 +207,11 @@ def _rotate(
 
     grad, resident_grad = visit(resident_grad, operand, arrays, 1)
     if size > 1:
-        # What arrives is taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send
-        # it only after that, and wait for it.
-        arriving, grad = jax.lax.optimization_barrier((hop(arrays), grad))
+        arriving = hop(arrays)
+        if not task.branch.is_closed:
+            # Taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it only
+            # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
+            arriving, grad = jax.lax.optimization_barrier((arriving, grad))
         carry = (arriving, grad, resident_grad)
         carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size, dtype=jnp.uint32))
         arrays, grad, resident_grad = carry
