@@ -145,7 +145,7 @@ class _Block(NamedTuple):
 
 
 def launch(call: KernelCall) -> list[Array]:
-    """Stretches a kernel; `call.kernel` is a `GpuKernel`."""
+    """Runs a kernel; `call.kernel` is a `GpuKernel`."""
     (leaves, tree), outs = flatten(call.operands()), call.outs()
     lists, stretches = list_tiles(call.visits, 1), find_stretches(call.visits)
     flat = stretches.tile.reshape(-1), stretches.start.reshape(-1), stretches.stop.reshape(-1)
@@ -176,12 +176,12 @@ def launch(call: KernelCall) -> list[Array]:
 
 
 def _enter(call: KernelCall, leaves: list[KernelOperand], tree: Any, num_tiles: int, refs: tuple[Any, ...]) -> _Block:
-    """Returns what a block of threads knows, which begins: the head and the tile that are its own, and their run."""
+    """Returns what a block of threads knows, which begins: the head and the tile that are its own, and its stretch."""
     lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
     index, per_head, sizes = jax.lax.axis_index("tile"), np.int32(num_tiles), call.sizes
     head, number = jax.lax.div(index, per_head), jax.lax.rem(index, per_head)
-    run = jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)) * per_head + number
-    start, groups = lists.starts[run], sizes.groups if call.stays == KEYS else 1
+    stretch = jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)) * per_head + number
+    start, groups = lists.starts[stretch], sizes.groups if call.stays == KEYS else 1
     *results, rooms, barriers = refs[len(leaves) :]
     return _Block(
         call,
@@ -193,9 +193,9 @@ def _enter(call: KernelCall, leaves: list[KernelOperand], tree: Any, num_tiles: 
         rooms=list(rooms),
         barriers=Barriers(*barriers),
         head=head,
-        stays=lists.stays[run],
+        stays=lists.stays[stretch],
         start=start,
-        num_steps=(lists.stops[run] - start) * groups,
+        num_steps=(lists.stops[stretch] - start) * groups,
     )
 
 

@@ -37,10 +37,11 @@ def implement(
     """
     if with_warning and name is None and request.unmapped:
         _warn_of_axes(branches, request)
-    reason = obstacle(branches, name, request)
-    if reason is not None:
-        raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
-    return tuple(_choose(branch, name, request)[0] for branch in branches)
+    chosen = [_choose(branch, name, request) for branch in branches]
+    for _, reason in chosen:
+        if reason is not None:
+            raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
+    return tuple(prepared for prepared, _ in chosen)
 
 
 def obstacle(branches: tuple[BranchSchedule, ...], name: str | None, request: Request) -> str | None:

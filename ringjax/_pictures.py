@@ -141,10 +141,7 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     tokens = (call.num_queries * 2**power // 16 for power in range(9))
     sweeps = {
         "num_devices": ("devices", [2**power for power in range(1, 11)]),
-        "num_tokens": (
-            "tokens",
-            [count for count in tokens if count <= MAX_POSITIONS],
-        ),
+        "num_tokens": ("tokens", [count for count in tokens if count <= MAX_POSITIONS]),
     }
     measures: dict[str, Callable[[Any], float]] = {
         "MiB sent by a device": lambda one: (one.num_bytes("forward") + one.num_bytes("backward")) / 2**20,
