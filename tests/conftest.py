@@ -28,14 +28,14 @@ jax.config.update("jax_enable_x64", True)
 SOURCES = (Path(__file__).parent.parent / "ringjax").glob("*.py")
 SHAPED = [f"ringjax.{path.stem}" for path in SOURCES if "from jaxtyping import" in path.read_text()]
 assert {"ringjax._attention", "ringjax._block", "ringjax.nn"} <= {*SHAPED}
-with install_import_hook(SHAPED, "beartype.beartype"):
+with install_import_hook(SHAPED, "shape_checks.check"):
     import ringjax  # noqa: F401
 
 from benchmarks.training_runs import Runs
 
 # A quarter of the time of tracing goes into looking for garbage among what jax keeps anyway.
 gc.freeze()
-gc.set_threshold(200_000, 50, 100)
+gc.set_threshold(2_000_000, 50, 100)
 
 # What depends on the interpreter and the version of jax, beside a tenth of the rest.
 ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "schedule", "pattern", "device_order"

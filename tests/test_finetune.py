@@ -18,7 +18,7 @@ LENGTHS = 61, 64, 62  # which are padded to one
 
 def make_encoder(mesh=None, **options):
     sizes = {"num_layers": 2, "width": 16, "num_heads": 4, "in_features": 8}
-    shared = {"segment_lengths": (8, 64), "dilation_rates": (1, 4), "mesh": mesh}
+    shared = {"segment_lengths": (64,), "dilation_rates": (1,), "mesh": mesh}
     return SlideEncoder(**sizes, **shared, **options, rngs=nnx.Rngs(0))
 
 

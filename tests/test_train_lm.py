@@ -110,7 +110,7 @@ def refused(text, tmp_path, monkeypatch, capsys):
         ("--batch-size 3 --mesh data=2,fsdp=2", "--batch-size 3 does not divide over data x fsdp, 4 devices"),
         ("--heads 3 --width 33 --mesh tensor=2", "--heads 3 does not divide over tensor, 2 devices"),
         ("--heads 3", "--width 32 does not divide over --heads 3"),
-        ("--dilation-rates 1", "segment_lengths=(32, 256)"),
+        ("--segment-lengths 32,256", "segment_lengths=(32, 256)"),
         ("--ngram-bits 15", "'15' is more than the 14 bits that tokens have"),
         ("--steps 0", "'0' is no positive whole number"),
         ("--seed -1", "'-1' is no whole number from 0 to 2^31 - 1"),
