@@ -27,8 +27,8 @@ from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
 from ringjax._block import Weighting
 from ringjax._meeting import Meeting, Slots, make_mask
-from ringjax._mesh import Placement
 from ringjax._mosaic import ROWS_BY_KIND, MosaicTpu
+from ringjax._placement import Placement
 from ringjax._plan import Plan
 from ringjax._protocol import Request
 from ringjax._schedule import make_schedule

@@ -9,7 +9,7 @@ from ringjax._attention_fn import attention_fn
 from ringjax._branch import Segments, Window
 from ringjax._device_order import make_mesh
 from ringjax._explain import explain
-from ringjax._mesh import MeshWarning
+from ringjax._mesh_warning import MeshWarning
 from ringjax._padding import pad_to_mesh, unpad
 from ringjax._pattern import DilatedPattern, ReachWarning
 from ringjax._planner import plan

@@ -28,8 +28,10 @@ from ringjax._device import Context
 from ringjax._forecast import schedules_of
 from ringjax._implementation import NAMES, ImplementationName
 from ringjax._machine import machine_of
-from ringjax._mesh import check_mesh, find_mesh, find_placement, warn_of_length, warn_of_mesh
+from ringjax._mesh import check_mesh, find_mesh
+from ringjax._mesh_warning import warn_of_length, warn_of_mesh
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
+from ringjax._placement import find_placement
 from ringjax._plan import Plan
 from ringjax._promotion import with_own_promotion
 from ringjax._protocol import Request

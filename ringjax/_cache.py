@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from ringjax._branch import MAX_POSITIONS
 from ringjax._counts import is_integer
-from ringjax._mesh import find_axis, sharded_zeros
+from ringjax._mesh import find_axis
 from ringjax._pattern import DilatedPattern
+from ringjax._sharded import sharded_zeros
 
 
 class Cache(NamedTuple):

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from ringjax._block import Weighting, accumulation_dtype, merge, shift_of
 from ringjax._branch import MAX_POSITIONS, Branch
 from ringjax._cache import Cache
-from ringjax._mesh import Placement
 from ringjax._order import after
 from ringjax._pattern import DilatedPattern
+from ringjax._placement import Placement
 from ringjax._sinks import add_sinks, read_sinks
 
 

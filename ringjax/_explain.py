@@ -13,8 +13,9 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._call import Call, recording
 from ringjax._forecast import forecast, schedules_of
 from ringjax._machine import Machine, find_machine, machine_of
-from ringjax._mesh import Placement, warn_of_idle, warn_of_whole
+from ringjax._mesh_warning import warn_of_idle, warn_of_whole
 from ringjax._pattern import warn_of_reach
+from ringjax._placement import Placement
 from ringjax._planner import Comparison, compare
 
 _NUMBERS = itertools.count()

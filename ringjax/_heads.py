@@ -20,10 +20,12 @@ from ringjax._cache import Cache, make_cache
 from ringjax._counts import check_count, is_integer
 from ringjax._decode import Decoder
 from ringjax._implementation import NAMES
-from ringjax._mesh import check_mesh, find_placement, token_positions
+from ringjax._mesh import check_mesh
 from ringjax._pattern import DilatedPattern
+from ringjax._placement import find_placement
 from ringjax._promotion import with_own_promotion
 from ringjax._rotary import rotary_embedding
+from ringjax._sharded import token_positions
 from ringjax._strategy import STRATEGIES, check_exchange_size
 
 # Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.

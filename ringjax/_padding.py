@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Shaped
 
 from ringjax._arguments import read_ids
+from ringjax._axes import reshard
 from ringjax._counts import is_integer
-from ringjax._mesh import check_mesh, find_mesh, reshard
+from ringjax._mesh import check_mesh, find_mesh
 
 PADDING = -1  # the document of tokens that are none
 

@@ -14,8 +14,8 @@ from ringjax._block import Weighting
 from ringjax._exchange import Exchange, Moved, pack
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._meeting import Noise
-from ringjax._mesh import Placement
 from ringjax._pattern import DilatedPattern
+from ringjax._placement import Placement
 from ringjax._protocol import Implementation
 from ringjax._rows import BranchHeads, Rows, pick
 from ringjax._schedule import BranchSchedule

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from ringjax._arguments import check_arrays, check_causal, check_numbers, check_positions, read_documents
 from ringjax._block import accumulation_dtype, shift_of
 from ringjax._branch import Branch
-from ringjax._mesh import take_whole
 from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._promotion import with_own_promotion
+from ringjax._sharded import take_whole
 from ringjax._sinks import read_sinks
 
 

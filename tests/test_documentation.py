@@ -36,7 +36,7 @@ MODULES = [
     "_branch",
     "_device_order",
     "_explain",
-    "_mesh",
+    "_mesh_warning",
     "_padding",
     "_pattern",
     "_planner",

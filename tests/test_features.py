@@ -26,7 +26,7 @@ from ringjax import DilatedPattern, Segments, Window, dilated_attention_referenc
 from ringjax._block import Weighting
 from ringjax._hlo import permutes
 from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
-from ringjax._mesh import Placement
+from ringjax._placement import Placement
 from ringjax._plan import Plan
 from ringjax._schedule import make_schedule
 

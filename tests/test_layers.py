@@ -50,7 +50,11 @@ ALLOWED = {
         "_tpu",
     },
     "_implementation": {"_cudnn", "_fused", "_mosaic", "_protocol", "_schedule", "_warning", "_xla"},
-    "_mesh": {"_warning"},
+    "_axes": set(),
+    "_mesh": set(),
+    "_placement": {"_axes", "_mesh"},
+    "_mesh_warning": {"_mesh", "_placement", "_warning"},
+    "_sharded": {"_axes", "_placement"},
     "_order": set(),
     "_promotion": set(),
     "_exchange": {"_order"},
@@ -59,8 +63,8 @@ ALLOWED = {
         "_exchange",
         "_implementation",
         "_meeting",
-        "_mesh",
         "_pattern",
+        "_placement",
         "_protocol",
         "_rows",
         "_schedule",
@@ -95,7 +99,7 @@ ALLOWED = {
     "_measure": {"_machine", "_mesh"},
     "_command": {"_branch", "_compiled", "_machine", "_measure", "_pattern", "_pictures", "_planner"},
     "__main__": {"_command"},
-    "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh", "_pattern", "_planner"},
+    "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh_warning", "_pattern", "_placement", "_planner"},
     "_attention": {
         "_arguments",
         "_block",
@@ -106,7 +110,9 @@ ALLOWED = {
         "_implementation",
         "_machine",
         "_mesh",
+        "_mesh_warning",
         "_pattern",
+        "_placement",
         "_plan",
         "_promotion",
         "_protocol",
@@ -115,11 +121,11 @@ ALLOWED = {
         "_sinks",
         "_strategy",
     },
-    "_weights": {"_arguments", "_block", "_branch", "_mesh", "_pattern", "_promotion", "_sinks"},
+    "_weights": {"_arguments", "_block", "_branch", "_pattern", "_promotion", "_sharded", "_sinks"},
     "_attention_fn": {"_attention", "_branch", "_pattern"},
-    "_padding": {"_arguments", "_counts", "_mesh"},
-    "_cache": {"_branch", "_counts", "_mesh", "_pattern"},
-    "_decode": {"_block", "_branch", "_cache", "_mesh", "_order", "_pattern", "_sinks"},
+    "_padding": {"_arguments", "_axes", "_counts", "_mesh"},
+    "_cache": {"_branch", "_counts", "_mesh", "_pattern", "_sharded"},
+    "_decode": {"_block", "_branch", "_cache", "_order", "_pattern", "_placement", "_sinks"},
     "_rotary": set(),
     "_device_order": {"_counts"},
     "_heads": {
@@ -132,8 +138,10 @@ ALLOWED = {
         "_implementation",
         "_mesh",
         "_pattern",
+        "_placement",
         "_promotion",
         "_rotary",
+        "_sharded",
         "_strategy",
     },
     "nn": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
@@ -144,7 +152,7 @@ ALLOWED = {
         "_branch",
         "_device_order",
         "_explain",
-        "_mesh",
+        "_mesh_warning",
         "_padding",
         "_pattern",
         "_planner",
@@ -156,7 +164,19 @@ ALLOWED = {
 }
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy", "_machine", "_pictures", "_command"}
-WITH_AXES = {"_compiled", "_device_order", "_exchange", "_measure", "_mesh", "_padding", "_plan", "_heads", "_cache"}
+WITH_AXES = {
+    "_axes",
+    "_mesh",
+    "_placement",
+    "_sharded",
+    "_plan",
+    "_exchange",
+    "_cache",
+    "_heads",
+    "_padding",
+    "_measure",
+}
+WITH_AXES |= {"_compiled", "_device_order"}
 
 
 def imports(path: Path) -> set[str]:

@@ -16,8 +16,8 @@ from ringjax._block import Weighting
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._mask import Visits
 from ringjax._meeting import Meeting, Slots, make_mask
-from ringjax._mesh import Placement
 from ringjax._mosaic import MosaicTpu
+from ringjax._placement import Placement
 from ringjax._plan import Plan
 from ringjax._protocol import Request
 from ringjax._schedule import make_schedule

@@ -19,7 +19,7 @@ from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window,
 from ringjax._command import main
 from ringjax._cost import messages
 from ringjax._machine import MACHINES, machine_of
-from ringjax._mesh import find_placement
+from ringjax._placement import find_placement
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
 LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
