@@ -1,7 +1,9 @@
 """Random combinations of all arguments against the oracle, with the flags of XLA that users have.
 
-`python -m benchmarks.random_search --count 10000 --seed 0`. Cases run in processes of their own, so that one that
-aborts or hangs is found as well; those that fail are saved. Each search adds a row to the results.
+`python -m benchmarks.random_search --programs 1000 --data 10 --seed 0`. Each program runs on several sets of data:
+other arrays, documents, sinks, seeds of dropout and, where it is an array, another offset; each set is a case. Programs
+run in processes of their own, so that one that aborts or hangs is found as well; those that fail are saved. Each search
+adds a row to the results.
 """
 
 import argparse
@@ -21,11 +23,12 @@ import ringjax
 from benchmarks.environment import ROOT
 from benchmarks.timing import RESULTS, save
 
-CASES_OF_A_PROCESS, SECONDS_OF_A_CASE = 20, 60
+PROGRAMS_OF_A_PROCESS, SECONDS_OF_A_PROGRAM = 20, 60
+OFFSETS = 0, 3, 40
 
 
-def draw(rng: np.random.Generator, most_branches: int = 4) -> dict[str, Any]:
-    """Returns the arguments of a call, the shapes of its arrays, and the mesh."""
+def draw(rng: np.random.Generator, most_branches: int = 4, data: int = 10) -> dict[str, Any]:
+    """Returns the arguments of a call, the shapes of its arrays, the mesh, and seeds of the sets of data."""
     one_of = lambda *choices: choices[rng.integers(len(choices))]
     count, kv_heads = int(rng.integers(1, most_branches + 1)), int(rng.integers(1, 4))
     lengths = [int(rng.integers(1, 70)) for _ in range(count)]
@@ -48,47 +51,68 @@ def draw(rng: np.random.Generator, most_branches: int = 4) -> dict[str, Any]:
             "merge": one_of("lse", "lse", "union"),
             "heads": one_of("all", "all", "grouped") if kv_heads >= count else "all",
             "is_causal": bool(one_of(False, True)),
-            "query_offset": one_of(0, 0, 0, 3, 40),
+            "query_offset": one_of(0, 0, *OFFSETS),
             "logits_soft_cap": one_of(None, None, 0.5),
             "dropout_rate": one_of(0.0, 0.0, 0.5),
-            "dropout_seed": int(rng.integers(2**40)),
             "broadcast_dropout": bool(one_of(False, True)),
             "scale": one_of(None, -0.7),
             "uses": one_of("out", "lse", "both"),
         },
         "schedule": {"strategy": one_of("ring", "all_gather", "all_to_all"), "block_size": one_of(None, 4)},
+        "data": rng.integers(2**31, size=data).tolist(),
     }
 
 
 def check(case: dict[str, Any]) -> float:
-    """Returns the largest error of the output, the lse and all gradients, in float64."""
+    """Returns the largest error of the output, the lse and all gradients, in float64, over all sets of data."""
     from tests import oracle  # noqa: PLC0415  # after jax is set up
 
-    lengths = case["length"], case["length"] if case["key_length"] is None else case["key_length"]
-    arrays = oracle.random_arguments(lengths[0], tuple(case["num_heads"]), (3, 2), tuple(case["batch"]), lengths[1])
-    if case["documents"]:
-        sides = lengths if case["key_length"] is not None else lengths[:1]
-        batch, is_sorted = tuple(case["batch"]), case["documents"] == "sorted"
-        arrays += tuple(oracle.random_documents(side, batch, is_sorted, seed) for seed, side in enumerate(sides))
+    pattern = [getattr(ringjax, kind)(*numbers) for kind, *numbers in case["branches"]]
+    arguments = {**case["arguments"], "pattern": pattern}
     mesh = oracle.make_mesh(AxisType.Explicit if case["is_explicit"] else AxisType.Auto, seq=case["devices"])
-    arguments = {
-        **case["arguments"],
-        "pattern": [getattr(ringjax, kind)(*numbers) for kind, *numbers in case["branches"]],
-    }
-    if case["has_sinks"]:
-        arguments["sinks"] = np.sin(np.arange(case["num_heads"][0]))
-    own = {**arguments, **case["schedule"]}
+
+    @jax.jit
+    def results(arrays: Any, sinks: Any, traced: Any) -> Any:
+        def loss(query: Any, key: Any, value: Any, *sinks: Any) -> Any:
+            own = {**arguments, **case["schedule"], **traced, "sinks": sinks[0] if sinks else None}
+            attend = oracle.loss(ringjax.ring_dilated_attention, mesh=mesh, **own)
+            return attend(query, key, value, *arrays[3:])
+
+        inputs = *arrays[:3], *sinks
+        return oracle.with_gradients(loss, tuple(range(len(inputs))))(*inputs)
+
+    largest = 0.0
+    for seed in case["data"]:
+        arrays, sinks, traced = make_data(case, seed)
+        actual = jax.device_get(results(arrays, sinks, {name: jnp.asarray(one) for name, one in traced.items()}))
+        given = {**arguments, **traced, "sinks": sinks[0] if sinks else None}
+        expected = oracle.reference_results(arrays, **given)
+        for one, other in zip(actual, expected, strict=True):
+            with np.errstate(invalid="ignore"):
+                error = np.where(one == other, 0, np.abs(one - other))
+            largest = max(largest, float(np.where(np.isnan(error), np.inf, error).max(initial=0)))
+    return largest
+
+
+def make_data(case: dict[str, Any], seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    """Returns a set of data: the arrays with their documents, sinks or none, and the arguments that are arrays."""
+    from tests import oracle  # noqa: PLC0415
+
+    rng, batch = np.random.default_rng(seed), tuple(case["batch"])
+    sides = [case["length"], *([] if case["key_length"] is None else [case["key_length"]])]
+    arrays = oracle.random_arguments(sides[0], tuple(case["num_heads"]), (3, 2), batch, sides[-1], seed)
+    if case["documents"]:
+        is_sorted = case["documents"] == "sorted"
+        arrays += tuple(oracle.random_documents(side, batch, is_sorted, seed + n) for n, side in enumerate(sides))
+    sinks = (rng.normal(size=case["num_heads"][0], scale=2),) if case["has_sinks"] else ()
+    traced: dict[str, Any] = {"dropout_seed": int(rng.integers(2**40))}
     if case["is_offset_traced"]:
-        own["query_offset"] = jnp.int32(own["query_offset"])
-    actual = oracle.ring_results(arrays, mesh=mesh, **own)
-    expected = oracle.reference_results(arrays, **arguments)
-    with np.errstate(invalid="ignore"):
-        errors = [np.where(one == other, 0, np.abs(one - other)) for one, other in zip(actual, expected, strict=True)]
-    return float(max(np.where(np.isnan(error), np.inf, error).max(initial=0) for error in errors))
+        traced["query_offset"] = int(rng.choice(OFFSETS))
+    return arrays, sinks, traced
 
 
 def check_all(cases: list[dict[str, Any]]) -> None:
-    """Prints the error of each case, as soon as it is known."""
+    """Prints the error of each program, as soon as it is known."""
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
     for case in cases:
@@ -96,12 +120,12 @@ def check_all(cases: list[dict[str, Any]]) -> None:
 
 
 def search(cases: list[dict[str, Any]]) -> tuple[float, list[tuple[str, dict[str, Any]]]]:
-    """Returns the largest error, and the cases that went wrong, with what happened."""
+    """Returns the largest error, and the programs that went wrong, with what happened."""
     errors, failed, rest = [], [], list(cases)
     while rest:
-        batch = rest[:CASES_OF_A_PROCESS]
+        batch = rest[:PROGRAMS_OF_A_PROCESS]
         command = [sys.executable, "-m", "benchmarks.random_search", "--cases", json.dumps(batch)]
-        limit = SECONDS_OF_A_CASE * len(batch)
+        limit = SECONDS_OF_A_PROGRAM * len(batch)
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
             output, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else None
@@ -113,14 +137,15 @@ def search(cases: list[dict[str, Any]]) -> tuple[float, list[tuple[str, dict[str
         if problem is not None:
             failed.append((" ".join(problem) or "ends", batch[len(found)]))
         rest = rest[len(found) + (problem is not None) :]
-        print(f"{len(cases) - len(rest)} of {len(cases)} cases, {len(failed)} wrong", file=sys.stderr, flush=True)
+        print(f"{len(cases) - len(rest)} of {len(cases)} programs, {len(failed)} wrong", file=sys.stderr, flush=True)
     return max(errors, default=0.0), failed
 
 
 def main() -> None:
     """Draws, checks, saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1000, help="cases to draw (default: %(default)s)")
+    parser.add_argument("--programs", type=int, default=100, help="programs to draw (default: %(default)s)")
+    parser.add_argument("--data", type=int, default=10, help="sets of data for each (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the draws (default: the time)")
     parser.add_argument("--save", type=Path, default=Path("failed_cases.json"), help="file of what fails (%(default)s)")
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
@@ -130,14 +155,15 @@ def main() -> None:
         return
     print(f"seed {arguments.seed}")
     rng = np.random.default_rng(arguments.seed)
-    largest, failed = search([draw(rng) for _ in range(arguments.count)])
-    row = {"jax": jax.__version__, "seed": str(arguments.seed), "cases": arguments.count, "wrong": len(failed)}
+    largest, failed = search([draw(rng, data=arguments.data) for _ in range(arguments.programs)])
+    row = {"jax": jax.__version__, "seed": str(arguments.seed), "programs": arguments.programs}
+    row |= {"cases": arguments.programs * arguments.data, "wrong": len(failed)}
     result = RESULTS / "random_search.json"
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
     save("random_search", [*rows, {**row, "largest error": largest}])
     if failed:
         arguments.save.write_text(json.dumps(failed, indent=1))
-        sys.exit(f"{len(failed)} cases failed: see {arguments.save}")
+        sys.exit(f"{len(failed)} programs failed: see {arguments.save}")
 
 
 if __name__ == "__main__":

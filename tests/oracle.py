@@ -25,8 +25,9 @@ def random_arguments(
     widths: tuple[int, int] = (5, 3),
     batch: tuple[int, ...] = (1,),
     key_length: int | None = None,
+    seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     key_length = length if key_length is None else key_length
     shapes = [(length, heads[0], widths[0]), (key_length, heads[1], widths[0]), (key_length, heads[1], widths[1])]
     query, key, value = (rng.normal(size=(*batch, *shape)) for shape in shapes)

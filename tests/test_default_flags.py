@@ -51,6 +51,6 @@ def test_a_gradient_on_simulated_devices(devices):
 
 def test_random_cases():
     rng = np.random.default_rng(20)
-    largest, failed = search([draw(rng, most_branches=2) for _ in range(2)])
+    largest, failed = search([draw(rng, most_branches=2, data=3) for _ in range(2)])
     assert not failed
     assert largest < 1e-9
