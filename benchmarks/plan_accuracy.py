@@ -224,7 +224,7 @@ def main() -> None:
         "pairs of strategies of one configuration in the predicted order": one_configuration,
     }
     rows: list[dict[str, Any]] = [
-        {"claim": f"share of {claim}", "case": f"{count} in all", "value": 1 - wrong / count}
+        {"claim": f"share of {claim}", "value": 1 - wrong / count, "of": count}
         for claim, (count, wrong) in shares.items()
     ]
     rows += [{"claim": "stated over compiled bytes", **case} for case in map(_disagreement, sent) if case]

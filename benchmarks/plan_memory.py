@@ -97,7 +97,7 @@ def main() -> None:
         "share within 30 % of the compiled": np.mean(np.abs(values - 1) <= 0.3),
         "share more than 25 % below the compiled": np.mean(values < 0.75),
     }
-    rows = [{"claim": claim, "case": f"{len(found)} gradients", "value": float(v)} for claim, v in shares.items()]
+    rows = [{"claim": claim, "value": float(value), "of": len(found)} for claim, value in shares.items()]
     far = [row for row in found if abs(row["value"] - 1) > 0.3]
     save("plan_memory", rows + [{"claim": "counted over compiled", **row} for row in far])
 

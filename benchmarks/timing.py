@@ -61,9 +61,10 @@ def spread(values: list[float]) -> float:
 
 
 def table(rows: list[dict[str, Any]], markdown: bool = False) -> list[str]:
-    """Returns the lines of a table of rows, numbers to three digits."""
-    columns = list(rows[0])
-    text = [[f"{row[c]:.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns] for row in rows]
+    """Returns the lines of a table of rows, numbers to three digits; what a row lacks is left blank."""
+    columns = list({column: None for row in rows for column in row})
+    show = lambda value: f"{value:.3g}" if isinstance(value, float) else str(value)
+    text = [[show(row.get(column, "")) for column in columns] for row in rows]
     if markdown:
         return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *text)]
     widths = [max(map(len, column)) for column in zip(columns, *text, strict=True)]

@@ -48,11 +48,15 @@ napoleon_use_rtype = False
 
 
 def results() -> dict[str, dict[str, dict[str, str]]]:
-    """Returns the figures of the benchmarks: of each file, each row named by its texts, and each column."""
+    """Returns the figures of the benchmarks: of each file, each row named by its texts, and each column.
+
+    A row of its own says what they were measured on.
+    """
     found: dict[str, dict[str, dict[str, str]]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        rows = found[path.stem] = {}
-        for row in json.loads(path.read_text())["rows"]:
+        result = json.loads(path.read_text())
+        rows = found[path.stem] = {"measured on": {"processor": result.get("processor", ""), **result["versions"]}}
+        for row in result["rows"]:
             name = ", ".join(value for value in row.values() if isinstance(value, str))
             rows[name] = {key: _digits(value) for key, value in row.items() if isinstance(value, int | float)}
     return found
