@@ -51,7 +51,7 @@ def add_branches(
     for number, branch in enumerate(plan.branches):
         layout = Layout(plan.rows(branch), plan.implementation(branch))
         compute_branch = functools.partial(compute, earlier=None if branch.is_local else earlier)
-        if layout.implementation.is_added_at_once and branch.is_dense:
+        if branch.traits.are_added_at_once and branch.is_dense:
             results = compute_branch(layout, arrays)
             fused.append((layout, results))
         else:

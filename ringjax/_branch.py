@@ -38,6 +38,11 @@ class Branch(abc.ABC):
         """The number of offsets that heads may have."""
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether each head keeps all tokens."""
+        return self.offset_rate == 1
+
+    @property
     @abc.abstractmethod
     def period(self) -> int | None:
         """The length of parts of the sequence that share nothing with each other; None where all are linked."""

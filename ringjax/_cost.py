@@ -127,9 +127,9 @@ class Work:
 
     def _of_queries(self, branch: BranchSchedule) -> int:
         """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
-        if branch.implementation != "cudnn":
-            return self.value_width * self.itemsize + 2 * self.sum_itemsize
-        return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
+        if branch.traits.takes_output:
+            return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
+        return self.value_width * self.itemsize + 2 * self.sum_itemsize
 
     def of_queries(self, branches: Iterable[BranchSchedule]) -> int:
         """Returns the same for several branches, each of whose implementations has its own."""
@@ -187,8 +187,8 @@ def _swaps(work: Work, branch: BranchSchedule, has_gradient: bool, with_keys: bo
         return
     heads, _ = work.heads_of(branch)
     result = work.itemsize if work.has_one_branch else work.sum_itemsize
-    has_all_tokens = branch.branch.offset_rate == 1 or branch.exchanges_rows
-    is_put = has_all_tokens and branch.implementation != "cudnn"  # whose results are always merged
+    has_all_tokens = branch.branch.keeps_all or branch.exchanges_rows
+    is_put = has_all_tokens and not branch.traits.are_added_at_once
     is_total = work.has_one_branch and is_put and heads == work.num_heads // branch.exchange_size
     is_packed = branch.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
     has_lse = has_gradient or work.needs_lse or not is_total or is_packed

@@ -18,6 +18,7 @@ from ringjax._pieces import ChunkView, Pairs, Piece, has_spans, see, switch, win
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
+from ringjax._traits import Traits
 
 # The most spans that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that of
 # the rows twice for each.
@@ -83,7 +84,7 @@ class Fused(Implementation):
 
     slots_axis = 1
     platform = "cuda"
-    is_added_at_once = True
+    traits = Traits(are_added_at_once=True, takes_output=True, own_dtype=True)
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
@@ -247,7 +248,7 @@ def _obstacle_of_request(request: Request) -> str | None:
 
 def _obstacle_of_branch(branch: BranchSchedule, request: Request) -> str | None:
     name, has_documents = f"the branch {branch.branch}", _has_documents(request)
-    side, is_strided = branch.queries, branch.branch.is_by_group and branch.branch.offset_rate > 1
+    side, is_strided = branch.queries, branch.branch.is_by_group and not branch.branch.keeps_all
     reasons = {
         "queries and keys lie at different positions": branch.is_general,
         f"{name} of a union leaves out pairs of earlier branches": branch.earlier,

@@ -67,7 +67,8 @@ def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
 
 
 def _prepare(request: Request, branch: BranchSchedule, name: str) -> BranchSchedule:
-    return dataclasses.replace(IMPLEMENTATIONS[name].prepare(request, branch), implementation=name)
+    own = IMPLEMENTATIONS[name]
+    return dataclasses.replace(own.prepare(request, branch), implementation=name, traits=own.traits)
 
 
 def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> None:

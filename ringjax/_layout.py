@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     def is_of_all(self, num_heads: int) -> bool:
         """Returns whether all of so many heads keep all tokens."""
-        has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.offset_rate == 1
+        has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.keeps_all
         return has_all_tokens and self.rows.heads.size == num_heads
 
     def of_part(self, side: Side) -> "Layout":

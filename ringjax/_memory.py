@@ -6,7 +6,6 @@ Compilers also copy, which is not counted, and may take branches in another orde
 import dataclasses
 
 from ringjax._cost import RowBytes, Work, queries_travel
-from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._schedule import BranchSchedule
 from ringjax._strategy import Schedules
 
@@ -41,7 +40,7 @@ def _exchanged(work: Work, branches: Schedules, of_queries: int, of_keys: int) -
     sizes = {
         branch.exchange_size
         for branch in branches
-        if branch.exchange_size > 1 and not branch.exchanges_rows and branch.branch.offset_rate > 1
+        if branch.exchange_size > 1 and not branch.exchanges_rows and not branch.branch.keeps_all
     }
     repeats = (size * work.local_heads(size) // work.local_heads(1) for size in sizes)
     return max((of_queries + of_keys * count for count in repeats), default=0)
@@ -55,9 +54,9 @@ def _in_turn(work: Work, branches: Schedules, total_bytes: int, has_gradient: bo
     found, waiting, total = [], 0, 0
     for number, branch in enumerate(branches):
         own = _results_of(work, branch, has_gradient)
-        waits = IMPLEMENTATIONS[branch.implementation].is_added_at_once and branch.is_dense
+        waits = branch.traits.are_added_at_once and branch.is_dense
         is_added = len(branches) > 1 and not waits
-        is_total = number == 0 and branch.branch.offset_rate == 1  # put there, not added
+        is_total = number == 0 and branch.branch.keeps_all  # put there, not added
         if is_added and not is_total:
             total = total_bytes
         found.append(waiting + total + own + _held_by(work, branch, has_gradient))
@@ -67,13 +66,13 @@ def _in_turn(work: Work, branches: Schedules, total_bytes: int, has_gradient: bo
 
 
 def _results_of(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
-    """The bytes of a branch's results. What comes in parts is summed; else cuDNN gives the dtype of the arrays."""
+    """The bytes of a branch's results. What comes in parts is summed; else it may be in the dtype of the arrays."""
     row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
     if has_gradient:
         sums = branch.queries.num_slots * row.query_grad + branch.keys.num_slots * row.keys_grad
     else:
         sums = branch.queries.num_slots * work.batch * heads * work.value_width * work.sum_itemsize
-    is_whole = branch.implementation == "cudnn" and branch.is_local
+    is_whole = branch.traits.own_dtype and branch.is_local
     return sums * work.itemsize // work.sum_itemsize if is_whole else sums
 
 
@@ -89,8 +88,7 @@ def _arriving(branch: BranchSchedule, row: RowBytes, has_gradient: bool) -> int:
     """The bytes of rows that come from other devices, and of their gradients: a shard's in each rotation, and halos."""
     of_key = row.keys + has_gradient * row.keys_grad
     if branch.strategy == "all_gather" and not branch.is_local:
-        # XLA's tiles have gradients with rows last, and these are laid out anew to be summed over devices.
-        of_key += row.keys_grad if has_gradient and branch.implementation == "xla" else 0
+        of_key += row.keys_grad if has_gradient and branch.traits.rows_last else 0
         return branch.gather_size * branch.keys.num_slots * of_key
     do_queries = has_gradient and queries_travel(branch, row)
     legs, side = (branch.query_legs, branch.queries) if do_queries else (branch.key_legs, branch.keys)

@@ -24,6 +24,7 @@ from ringjax._operands import Given, Stats
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
+from ringjax._traits import Traits
 
 LANES = 128  # rows of tiles are multiples of these
 # The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
@@ -71,7 +72,7 @@ class Mosaic(Implementation):
     interpret: Any = False
 
     slots_axis = 2
-    is_added_at_once = False
+    traits = Traits()
     dtypes: ClassVar[tuple[str, str]]  # those that it computes in
 
     @property

@@ -9,6 +9,7 @@ from ringjax._block import Keys, Weighting
 from ringjax._meeting import Meeting, Noise, Slots
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
+from ringjax._traits import Traits
 
 
 class Request(NamedTuple):
@@ -43,7 +44,7 @@ class Implementation(abc.ABC):
 
     slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
     platform: str | None  # the one that it runs on, as jax names it; None for any
-    is_added_at_once: bool  # whether all dense branches are added in one pass over tokens, or one by one to their rows
+    traits: Traits  # what others may know of it
 
     @abc.abstractmethod
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:

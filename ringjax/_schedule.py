@@ -14,6 +14,7 @@ import numpy as np
 from ringjax._branch import MAX_POSITIONS, Branch, remainder
 from ringjax._pattern import DilatedPattern
 from ringjax._side import Side
+from ringjax._traits import OF_TILES, Traits
 
 MAX_BLOCK_ROWS = 512
 
@@ -64,7 +65,8 @@ class BranchSchedule:
 
     In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
     `exchange_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
-    exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them.
+    exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them,
+    and its `traits` how.
     Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
     queries and of keys, where tiles do not end with chunks.
     """
@@ -84,6 +86,7 @@ class BranchSchedule:
     sorts_halves: bool = True
     strategy: str = "ring"
     implementation: str = "xla"
+    traits: Traits = OF_TILES
     tile_rows: tuple[int, int] | None = None
 
     @property

@@ -15,6 +15,7 @@ from ringjax._meeting import Meeting, Noise, Slots, View, make_mask, see_keys, s
 from ringjax._protocol import Implementation, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
+from ringjax._traits import OF_TILES
 
 
 class Xla(Implementation):
@@ -22,7 +23,7 @@ class Xla(Implementation):
 
     slots_axis = 0
     platform = None
-    is_added_at_once = False
+    traits = OF_TILES
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> None:
         del request, branch

@@ -36,6 +36,7 @@ from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimens
 from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
 from ringjax._cost import Work, messages
 from ringjax._hlo import bytes_sent
+from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._mosaic import FIRST_JAX
 from ringjax._schedule import make_schedule
 from ringjax._strategy import schedules_with
@@ -128,7 +129,8 @@ def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, gradient):
     pattern = DilatedPattern([Segments(length)])
     schedule = functools.partial(make_schedule, pattern, length, count, kv_heads, is_causal=True)
     branches = schedules_with(lambda size: schedule(exchange_size=size), "all_to_all", (1, 2, 4, 8), "all")
-    branches = tuple(dataclasses.replace(branch, implementation=implementation) for branch in branches)
+    traits = IMPLEMENTATIONS[implementation].traits
+    branches = tuple(dataclasses.replace(one, implementation=implementation, traits=traits) for one in branches)
     work = Work(pattern, kv_heads, 1, heads, WIDTH, WIDTH, itemsize=2)
     stated = sum(message.num_bytes * message.times for message in messages(work, branches, gradient))
     sent = sum(bytes_sent(text).values())

@@ -12,24 +12,25 @@ PACKAGE = Path(__file__).parent.parent / "ringjax"
 ALLOWED = {
     "_branch": {"_counts"},
     "_counts": set(),
+    "_traits": set(),
     "_warning": set(),
     "_pattern": {"_branch", "_counts", "_warning"},
     "_dropout": set(),
     "_sinks": set(),
     "_reference": {"_arguments", "_branch", "_dropout", "_pattern", "_promotion"},
     "_side": {"_branch"},
-    "_schedule": {"_branch", "_pattern", "_side"},
+    "_schedule": {"_branch", "_pattern", "_side", "_traits"},
     "_cost": {"_pattern", "_schedule", "_side"},
     "_strategy": {"_counts", "_schedule"},
     "_mask": set(),
     "_block": {"_dropout", "_mask"},
     "_rows": {"_schedule", "_side"},
     "_meeting": {"_branch", "_dropout", "_mask", "_rows", "_schedule", "_side"},
-    "_protocol": {"_block", "_meeting", "_schedule", "_side"},
-    "_xla": {"_block", "_meeting", "_protocol", "_schedule", "_side"},
+    "_protocol": {"_block", "_meeting", "_schedule", "_side", "_traits"},
+    "_xla": {"_block", "_meeting", "_protocol", "_schedule", "_side", "_traits"},
     "_spans": set(),
     "_pieces": {"_block", "_branch", "_meeting", "_schedule", "_spans"},
-    "_fused": {"_block", "_meeting", "_pieces", "_protocol", "_schedule", "_side"},
+    "_fused": {"_block", "_meeting", "_pieces", "_protocol", "_schedule", "_side", "_traits"},
     "_cudnn": {"_block", "_fused", "_pieces", "_spans", "_warning"},
     "_tile_list": {"_mask"},
     "_operands": {"_block", "_mask"},
@@ -48,6 +49,7 @@ ALLOWED = {
         "_schedule",
         "_side",
         "_tpu",
+        "_traits",
     },
     "_implementation": {"_cudnn", "_fused", "_mosaic", "_protocol", "_schedule", "_warning", "_xla"},
     "_axes": set(),
@@ -79,7 +81,7 @@ ALLOWED = {
     "_arguments": {"_branch", "_counts", "_dropout"},
     "_machine": {"_cost"},
     "_call": {"_block", "_cost", "_implementation", "_pattern", "_protocol", "_schedule", "_strategy"},
-    "_memory": {"_cost", "_implementation", "_schedule", "_strategy"},
+    "_memory": {"_cost", "_schedule", "_strategy"},
     "_forecast": {"_call", "_cost", "_machine", "_memory", "_schedule", "_strategy"},
     "_planner": {
         "_arguments",
@@ -163,20 +165,10 @@ ALLOWED = {
     },
 }
 # The modules that are integers alone, and those that may name a mesh axis.
-WITHOUT_JAX = {"_branch", "_pattern", "_side", "_schedule", "_cost", "_strategy", "_machine", "_pictures", "_command"}
-WITH_AXES = {
-    "_axes",
-    "_mesh",
-    "_placement",
-    "_sharded",
-    "_plan",
-    "_exchange",
-    "_cache",
-    "_heads",
-    "_padding",
-    "_measure",
-}
-WITH_AXES |= {"_compiled", "_device_order"}
+WITHOUT_JAX = {"_branch", "_pattern", "_side", "_traits", "_schedule", "_cost", "_strategy", "_machine", "_memory"}
+WITHOUT_JAX |= {"_pictures", "_command"}
+WITH_AXES = {"_axes", "_mesh", "_placement", "_sharded", "_plan", "_exchange", "_cache", "_heads", "_padding"}
+WITH_AXES |= {"_measure", "_compiled", "_device_order"}
 
 
 def imports(path: Path) -> set[str]:
