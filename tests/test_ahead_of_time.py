@@ -108,13 +108,13 @@ def test_every_halo_overlaps_with_computation(name, gradient, pattern):
 
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize(
-    ("name", "implementation", "kv_heads"),
-    [("8 H100s", "cudnn", 2), ("4 x 8 H100s", "cudnn", 2), ("v5e:2x4", "xla", 8)],
+    ("name", "implementation", "kv_heads", "tokens"),
+    [("8 H100s", "cudnn", 2, TOKENS), ("4 x 8 H100s", "cudnn", 2, TOKENS), ("v5e:2x4", "xla", 8, 1024)],
 )
-def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, gradient):
+def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gradient):
     """Eight heads for eight neighbours; beyond these a ring, whose hops go on while tiles are computed."""
     count = len(devices(*TOPOLOGIES[name]))
-    length, heads = TOKENS * count, 8
+    length, heads = tokens * count, 8
     arguments = {"implementation": implementation, "strategy": "all_to_all", "heads": heads, "kv_heads": kv_heads}
     text = compile_for(name, gradient, length=length, pattern=((length,), (1,)), **arguments).as_text()
     assert "all-gather" not in text
@@ -270,24 +270,20 @@ def test_what_is_sent_is_what_the_schedule_says(is_causal, gradient):
     assert found == stated
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_the_kernel_is_chosen_where_it_can_serve(gradient):
-    """For all branches: local ones, in one call, and rings, on GPUs with one call for each case."""
-    texts = {
-        name: compile_for(name, gradient, pattern=PATTERN, implementation=None).as_text()
-        for name in ("8 H100s", "v5e:2x4")
-    }
+def test_the_kernel_is_chosen_where_it_can_serve():
+    """For local branches, in one call, and for rings, on GPUs with one call for each case; forward and backward."""
+    pattern = (2048, 8 * TOKENS), (1, 16)
+    compiled = compile_for("8 H100s", True, pattern=pattern, implementation=None)
     of_meetings = 4  # a local one, and the three cases of a ring
-    assert texts["8 H100s"].count('="__cudnn') >= of_meetings * (2 if gradient else 1)
-    names = ("forward", "query_gradient", "key_gradient") if gradient else ("forward",)
-    if gradient:  # in no more memory
-        programs = {name: compile_for("v5e:2x4", True, pattern=PATTERN, implementation=name) for name in (None, "xla")}
-        peaks = {name: program.memory_analysis().peak_memory_in_bytes for name, program in programs.items()}
-        assert peaks[None] <= peaks["xla"]
-    for name in names:
-        assert len(re.findall(rf"%ringjax_{name}\S* = .*custom-call\(", texts["v5e:2x4"])) >= 2
-    assert " dot(" not in texts["v5e:2x4"]
-    assert " convolution(" not in texts["v5e:2x4"]
+    assert compiled.as_text().count('="__cudnn') >= of_meetings * 2
+    programs = {name: compile_for("v5e:2x4", True, pattern=pattern, implementation=name) for name in (None, "xla")}
+    peaks = {name: program.memory_analysis().peak_memory_in_bytes for name, program in programs.items()}
+    assert peaks[None] <= peaks["xla"]
+    text = programs[None].as_text()
+    for name in ("forward", "query_gradient", "key_gradient"):
+        assert len(re.findall(rf"%ringjax_{name}\S* = .*custom-call\(", text)) >= 2
+    assert " dot(" not in text
+    assert " convolution(" not in text
 
 
 @pytest.mark.parametrize(("gradient", "count"), [(False, 1), (True, 5)])
