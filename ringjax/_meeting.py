@@ -58,11 +58,6 @@ class Slots(NamedTuple):
         """The side of the branch that they are of."""
         return self.rows.side
 
-    @property
-    def num_groups(self) -> int:
-        """The number of groups of tiles that have nothing to do with each other."""
-        return self.side.num_tiles // self.side.num_blocks
-
     def outlined(self) -> "Slots":
         """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
         return self._replace(rows=self.rows.of_classes())
@@ -70,7 +65,7 @@ class Slots(NamedTuple):
     def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
         """Returns the position of the token in each slot of each shard's tiles, and whether there is one.
 
-        None where every slot of every shard has one.
+        None where every slot of every shard has one. Tiles of one group follow each other, whichever shards they are of.
         """
         side, offset = self.side, self.rows.offset[:, None]
         shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
@@ -89,7 +84,7 @@ class Slots(NamedTuple):
             token, is_row = side.slot_token(shard, chunk, slots + slot, offset)
         if is_row is not None and side.num_full_chunks > side.num_chunks:
             is_row &= chunk < side.num_chunks
-        flat = lambda array: rearrange(array, "S I C O R -> (S I) C O R")
+        flat = lambda array: rearrange(array, "S (groups I) C O R -> (groups S I) C O R", groups=side.num_tile_groups)
         return flat(token), None if is_row is None else flat(is_row)
 
     def _spans(self, shard: Any, chunk: Any, slot: Any) -> tuple[Array, Array]:
@@ -182,14 +177,15 @@ def see_queries(slots: Slots, noise: Noise | None = None) -> View:
     outlined = mask if slots.rows.is_whole else mask_queries(slots.outlined())
     # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
     is_by_batch = slots.documents is not None and slots.rows.is_whole
-    return View(mask, outline_queries(outlined, slots.num_groups), is_by_batch)
+    return View(mask, outline_queries(outlined, slots.side.num_tile_groups), is_by_batch)
 
 
 def see_keys(slots: Slots) -> View:
     """Returns the side of keys."""
     mask, is_member = mask_keys(slots), slots.rows.heads.is_member
     outlined = mask if slots.rows.is_whole else mask_keys(slots.outlined())
-    return View(mask, outline_keys(outlined, slots.num_groups, True if is_member is None else is_member.all()))
+    is_full = True if is_member is None else is_member.all()
+    return View(mask, outline_keys(outlined, slots.side.num_tile_groups, is_full))
 
 
 def make_mask(meeting: Meeting) -> Mask:

@@ -197,14 +197,16 @@ class Plan:
         return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
 
     def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
-        """Brings the tiles of all shards that share a segment to each of them, in order."""
-        axis = self.implementation(branch).slots_axis
-        return self._collect(functools.partial(jax.lax.all_gather, axis=axis), branch, tiles)
+        """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
+        axis, groups = self.implementation(branch).slots_axis, branch.keys.num_tile_groups
+        gathered = self._collect(functools.partial(jax.lax.all_gather, axis=axis), branch, tiles)
+        return jax.tree.map(lambda array: _swap_parts(array, axis, branch.gather_size, groups), gathered)
 
     def scatter(self, branch: BranchSchedule, tiles: Any) -> Any:
         """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
-        axis = self.implementation(branch).slots_axis
-        return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), branch, tiles)
+        axis, groups = self.implementation(branch).slots_axis, branch.keys.num_tile_groups
+        by_shards = jax.tree.map(lambda array: _swap_parts(array, axis, groups, branch.gather_size), tiles)
+        return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), branch, by_shards)
 
     def _collect(self, collective: Any, branch: BranchSchedule, tiles: Any) -> Any:
         if branch.gather_size == 1:
@@ -216,3 +218,11 @@ class Plan:
             tiled=True,
         )
         return jax.tree.map(collect, tiles)
+
+
+def _swap_parts(array: Array, axis: int, outer: int, inner: int) -> Array:
+    """Changes the order of an axis from [outer, inner, rest] to [inner, outer, rest]."""
+    if 1 in (outer, inner):
+        return array
+    parts = array.reshape(*array.shape[:axis], outer, inner, -1, *array.shape[axis + 1 :])
+    return jnp.swapaxes(parts, axis, axis + 1).reshape(array.shape)

@@ -186,6 +186,11 @@ class Side:
         return self.num_full_chunks // self.chunks_per_tile * self.num_blocks
 
     @property
+    def num_tile_groups(self) -> int:
+        """The number of groups of tiles that have nothing to do with each other: those of the same chunks."""
+        return self.num_tiles // self.num_blocks
+
+    @property
     def num_slots(self) -> int:
         """The number of slots of a shard."""
         return self.num_tiles * self.chunks_per_tile * self.block_rows

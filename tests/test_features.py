@@ -82,7 +82,7 @@ FEATURES = {
         "heads": "grouped",
         "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
     },
-    "gathered windows": {"pattern": [Window(5), Window(2, 4)], "strategy": "all_gather", "length": 29},
+    "gathered windows": {"pattern": [Window(5), Window(2, 4)], "strategy": "all_gather", "length": 29, "block_size": 4},
     "exchanged by groups in a ring": {
         "strategy": "all_to_all",
         "exchange_size": 2,
