@@ -19,12 +19,14 @@ Total = tuple[Array, ...]
 class Addition(NamedTuple):
     """How results of branches are added: `fills` are what changes nothing, `groups` the heads of each array of a total.
 
+    The `dtypes` are those of results, which are not a total's where nothing is added to them.
     `one(layout, total, results)` adds the results of a branch to the rows that they are of, `first(layout, total,
     results)` puts those of all rows, `many(parts)` adds totals, their heads apart: [B, n, K, G, D].
     """
 
     fills: Sequence[float]
     groups: Sequence[int]
+    dtypes: Sequence[Any]
     one: Callable[[Layout, Total, Any], Total]
     first: Callable[[Layout, Total, Any], Total]
     many: Callable[[list[Total]], Total]
@@ -57,7 +59,8 @@ def add_branches(
         else:
             is_first = number == 0 and layout.is_of_all(total[0].shape[2])
             add = addition.first if is_first else addition.one
-            results = total = _add_by_group(compute_branch, add, layout, arrays, total)
+            dtypes = addition.dtypes if is_first else [array.dtype for array in total]
+            results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
         earlier = earlier if branch.is_local else results
     return _add_fused(fused, addition, total) if fused else total
 
@@ -80,8 +83,9 @@ def _add_by_group(
     layout: Layout,
     arrays: Any,
     total: Total,
+    dtypes: Sequence[Any],
 ) -> Total:
-    """Adds a branch, group by group, so that only the rows of one group are copied."""
+    """Adds a branch, group by group, so that only the rows of one group are copied, to a total of these dtypes."""
     side = layout.rows.side
     add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays))
     if side.num_groups == 1 or layout.rows.already_taken:
@@ -90,8 +94,12 @@ def _add_by_group(
 
     def add_group(group: Any, total: Total) -> Total:
         cut = lambda array: jax.lax.dynamic_slice_in_dim(array, group * size, size, axis=1)
-        paste = lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, group * size, axis=1)
+
+        def paste(array: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), group * size, axis=1)
+
         of_group = layout._replace(rows=layout.rows.of_group(group))
         return jax.tree.map(paste, total, add(of_group, jax.tree.map(cut, arrays), jax.tree.map(cut, total)))
 
+    total = tuple(array.astype(dtype) for array, dtype in zip(total, dtypes, strict=True))
     return jax.lax.fori_loop(0, side.num_groups, add_group, total)

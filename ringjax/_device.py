@@ -107,10 +107,10 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
         shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
         ends = np.cumsum([1] + [len(of_queries[name]) for name in names])
         of_names = {name: slice(*ends[number : number + 2]) for number, name in enumerate(names)}
-        is_alone, num_kv_heads = len(plan.parts) == 1, arrays[1].shape[2]
-        of_part = add_gradients(part, shard, of_names, zero, earlier, is_alone)
         # What nothing is added to travels, and is returned, as the caller has the array.
-        is_final = is_alone, *2 * [is_alone and part.exchange.num_copies(num_kv_heads) == 1]
+        is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
+        is_final = is_alone, *2 * [is_alone and num_copies == 1]
+        of_part = add_gradients(part, shard, of_names, zero, earlier, is_final)
         narrow = lambda grad, array, is_final: grad.astype(array.dtype) if is_final else grad
         of_query, *of_keys = map(narrow, of_part, arrays, is_final)
         earlier = _leave(part, (of_query,), tuple(of_keys), arrays, (0.0, 0.0, 0.0))

@@ -65,7 +65,7 @@ class Slots(NamedTuple):
     def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
         """Returns the position of the token in each slot of each shard's tiles, and whether there is one.
 
-        None where every slot of every shard has one. Tiles of one group follow each other, whichever shards they are of.
+        None where every slot of every shard has one. Tiles of one group follow each other, whatever shards they are of.
         """
         side, offset = self.side, self.rows.offset[:, None]
         shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]

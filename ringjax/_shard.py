@@ -5,6 +5,7 @@ B batch, n tokens of the shard, K its key/value heads, G query heads of each, si
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,12 +49,12 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bo
     Sums are of this dtype; where the part `is_alone`, nothing is added to them.
     """
     (query,), (_, value), groups = shard.queries, shard.keys, shard.groups
+    is_last = is_alone and len(part.branches) == 1
 
     def attend(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query,), (key, value), documents = arrays
         queries = Operand(layout, (query,), documents[0], lambda query: query, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
-        is_last = is_alone and len(part.branches) == 1
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last)
         out, lse = layout.implementation.finish(WAYS[task.branch.strategy].forward(task))
         out, lse = part.swap_back(task.branch, (*task.narrow([out], [query]), lse))
@@ -72,27 +73,32 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bo
 
     zeros = lambda width: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], groups * width))
     total = zeros(value.shape[-1]), zeros(1) - jnp.inf
-    addition = Addition((0.0, -jnp.inf), (groups, groups), merge_one, put_first, merge_many)
+    dtypes = query.dtype if is_last else dtype, total[1].dtype
+    addition = Addition((0.0, -jnp.inf), (groups, groups), dtypes, merge_one, put_first, merge_many)
     return add_branches(attend, addition, shard.arrays, total, part, earlier)
 
 
 def add_gradients(
-    part: Plan, shard: Shard, of_names: dict[str, slice], zero: Array, earlier: Any, is_alone: bool
+    part: Plan, shard: Shard, of_names: dict[str, slice], zero: Array, earlier: Any, is_final: Sequence[bool]
 ) -> Any:
-    """Returns the gradients of all branches in a part, by heads side by side."""
-    groups = shard.groups
+    """Returns the gradients of all branches in a part, by heads side by side.
+
+    They are of the dtype of `zero`. To those of queries, keys and values that are `is_final`, nothing is added.
+    """
+    groups, arrays = shard.groups, (shard.queries[0], *shard.keys)
+    is_last = [len(part.branches) == 1 and is_one for is_one in is_final]
 
     def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query, *of_queries), (key, value), documents = arrays
         tokens = query, *[query, *of_queries][of_names[layout.rows.schedule.implementation]]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
-        is_last = is_alone and len(part.branches) == 1
-        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last)
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])
         addends = WAYS[task.branch.strategy].backward(task)
         if addends.query is None:
             return addends
-        return addends._replace(query=part.swap_back(task.branch, *task.narrow([addends.query], [query])))
+        query_grad = addends.query.astype(query.dtype) if is_last[0] else addends.query
+        return addends._replace(query=part.swap_back(task.branch, query_grad))
 
     def add_one(layout: Layout, total: Any, addends: Any, combine: Combine = put) -> Any:
         *tiles, parts = addends
@@ -107,9 +113,10 @@ def add_gradients(
     def add_many(parts: list[Any]) -> Any:
         return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), parts)
 
-    total = tuple(jnp.zeros_like(array, zero.dtype) + zero for array in (shard.queries[0], *shard.keys))
+    total = tuple(jnp.zeros_like(array, zero.dtype) + zero for array in arrays)
+    dtypes = tuple(array.dtype if is_one else zero.dtype for array, is_one in zip(arrays, is_last, strict=True))
     add_to = functools.partial(add_one, combine=jnp.add)
-    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), add_to, add_one, add_many)
+    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), dtypes, add_to, add_one, add_many)
     return add_branches(differentiate, addition, shard.arrays, total, part, earlier)
 
 

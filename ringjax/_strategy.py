@@ -67,7 +67,7 @@ def schedules_with(make: Callable[[int], Schedules], strategy: str, sizes: tuple
     if strategy == "all_gather":
         return tuple(dataclasses.replace(branch, strategy="all_gather") for branch in branches)
     travelling = [number for number, branch in enumerate(branches) if not branch.is_local]
-    if strategy == "ring" or not travelling:
+    if strategy == "ring" or not travelling or max(sizes) == 1:
         return branches
     size_of = lambda numbers: next((size for size in sizes if _are_local(make(size), numbers)), sizes[-1])
     # Either all tokens are exchanged, and serve all branches, or of each that is not local its rows alone.
