@@ -121,6 +121,7 @@ def configurations(draw: Any) -> Configuration:
         one_of(None, 0, 1, 2) if strategy == "all_to_all" else None,
         draw(st.booleans()),
         draw(st.booleans()),
+        one_of("float32", "float16"),
     )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from oracle import make_mesh, random_arguments
 
 import ringjax
-from benchmarks.plan_accuracy import compiled_bytes, configurations, stated_bytes
+from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._command import main
 from ringjax._cost import messages
@@ -29,6 +29,13 @@ LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
 @settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bytes_are_those_of_compiled_programs(configuration):
     assert stated_bytes(configuration) == compiled_bytes(configuration)
+
+
+def test_gradients_of_repeated_heads_travel_as_sums():
+    """Of one key/value head for eight devices: what they hold of its gradient is yet to be added."""
+    alone = Configuration(8, 256, (8, 1), (4, 4), 1, (Segments(256),), "lse", "all", "all_to_all", None, False, True)
+    half = alone._replace(dtype="float16")
+    assert stated_bytes(half) == compiled_bytes(half)
 
 
 def bounds(**arguments):
