@@ -58,7 +58,10 @@ def draw(rng: np.random.Generator, most_branches: int = 4, data: int = 10) -> di
             "scale": one_of(None, -0.7),
             "uses": one_of("out", "lse", "both"),
         },
-        "schedule": {"strategy": one_of("ring", "all_gather", "all_to_all"), "block_size": one_of(None, 4)},
+        "schedule": {
+            "strategy": one_of("ring", "all_gather", "all_to_all", "auto"),
+            "block_size": one_of(None, 3, 4, 7),
+        },
         "data": rng.integers(2**31, size=data).tolist(),
     }
 
