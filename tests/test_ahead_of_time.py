@@ -272,11 +272,10 @@ def test_what_is_sent_is_what_the_schedule_says(is_causal, gradient):
 
 def test_the_kernel_is_chosen_where_it_can_serve():
     """For local branches, in one call, and for rings, on GPUs with one call for each case; forward and backward."""
-    pattern = (2048, 8 * TOKENS), (1, 16)
-    compiled = compile_for("8 H100s", True, pattern=pattern, implementation=None)
+    compiled = compile_for("8 H100s", True, pattern=PATTERN, implementation=None)
     of_meetings = 4  # a local one, and the three cases of a ring
     assert compiled.as_text().count('="__cudnn') >= of_meetings * 2
-    programs = {name: compile_for("v5e:2x4", True, pattern=pattern, implementation=name) for name in (None, "xla")}
+    programs = {name: compile_for("v5e:2x4", True, pattern=PATTERN, implementation=name) for name in (None, "xla")}
     peaks = {name: program.memory_analysis().peak_memory_in_bytes for name, program in programs.items()}
     assert peaks[None] <= peaks["xla"]
     text = programs[None].as_text()
