@@ -85,6 +85,10 @@ class Work:
         """Returns the key/value heads that the queries of a device use."""
         return max(1, self.num_kv_heads // (self.head_parts * exchange_size))
 
+    def repeats_heads(self, exchange_size: int) -> bool:
+        """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
+        return exchange_size * self.local_heads(exchange_size) != self.local_heads(1)
+
     def heads_of(self, branch: BranchSchedule) -> tuple[int, int]:
         """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
         local, numbers = self.local_heads(branch.exchange_size), self._numbers(branch)
@@ -199,10 +203,10 @@ def _swaps(work: Work, branch: BranchSchedule, has_gradient: bool, with_keys: bo
     yield swap("forward", work.query_row(branch) + keys)
     yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
     if has_gradient:
-        row = work.row_bytes(branch)
-        grads = row.query_grad + with_keys * row.keys_grad
+        row, of_keys = work.row_bytes(branch), work.sum_itemsize if work.repeats_heads(branch.exchange_size) else result
+        grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
         yield swap("backward", row.queries - documents + keys)
-        yield swap("backward", grads * result // work.sum_itemsize)
+        yield swap("backward", grads // work.sum_itemsize)
 
 
 def _swap(branch: BranchSchedule, direction: Direction, row: int) -> Message:
@@ -230,7 +234,7 @@ def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool,
     queries, keys = (one.queries.num_rows, one.keys.num_rows) if branches[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
-    result, grad = (item if is_alone and is_last else sums for is_last in (True, kv_heads == work.local_heads(1)))
+    result, grad = (item if is_alone and is_last else sums for is_last in (True, not work.repeats_heads(size)))
     # The output and the lse go in one message where they are of one dtype.
     has_lse = has_gradient or work.needs_lse or not is_alone or result == sums
 

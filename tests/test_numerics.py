@@ -98,6 +98,17 @@ def test_dtypes_of_results(dtypes):
         np.testing.assert_allclose(np.float64(found), expected, rtol=0, atol=4 * eps * max(1, np.abs(expected).max()))
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_groups_of_segments_in_half_precision(strategy):
+    """A local branch alone, computed group by group: nothing is added to results that are as narrow as the arrays."""
+    arrays = [jnp.asarray(array, "bfloat16") for array in random_arguments(32, (2, 1))]
+    arguments = {"segment_lengths": (4,), "dilation_rates": (1,)}
+    results = ring_results(arrays, mesh=make_mesh(seq=2), block_size=4, strategy=strategy, **arguments)
+    for found, expected in zip(results, reference_results(arrays, **arguments), strict=True):
+        eps = float(jnp.finfo("bfloat16").eps)
+        np.testing.assert_allclose(np.float64(found), expected, rtol=0, atol=4 * eps * max(1, np.abs(expected).max()))
+
+
 def test_rows_that_no_branch_covers_are_zero_with_zero_gradient():
     arguments = {"segment_lengths": (8, 16), "dilation_rates": (4, 4)}
     arrays = random_arguments(32, (2, 2))
