@@ -1,5 +1,7 @@
 """The axes of a mesh that cut an array, as its spec says."""
 
+from typing import NamedTuple
+
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,11 +15,19 @@ def axes_of(spec: P) -> list[Axes]:
     return [entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in spec]
 
 
-def cuts_of(spec: P, ndim: int) -> tuple[tuple[Axes, ...], Axes, Axes, Axes]:
-    """Returns the mesh axes that cut an array's batch dimensions, its length, its heads and its width."""
-    entries = axes_of(spec) + [()] * (ndim - len(spec))
-    *batch, length, heads, width = entries
-    return tuple(batch), length, heads, width
+class Cuts(NamedTuple):
+    """The mesh axes that cut the dimensions of an array [*batch, length, heads, width]."""
+
+    batch: tuple[Axes, ...]
+    length: Axes
+    heads: Axes
+    width: Axes
+
+
+def cuts_of(spec: P, ndim: int) -> Cuts:
+    """Returns the mesh axes that cut an array of so many dimensions."""
+    *batch, length, heads, width = axes_of(spec) + [()] * (ndim - len(spec))
+    return Cuts(tuple(batch), length, heads, width)
 
 
 def reshard(array: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:

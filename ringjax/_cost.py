@@ -203,7 +203,8 @@ def _swaps(work: Work, branch: BranchSchedule, has_gradient: bool, with_keys: bo
     yield swap("forward", work.query_row(branch) + keys)
     yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
     if has_gradient:
-        row, of_keys = work.row_bytes(branch), work.sum_itemsize if work.repeats_heads(branch.exchange_size) else result
+        row = work.row_bytes(branch)
+        of_keys = work.sum_itemsize if work.repeats_heads(branch.exchange_size) else result
         grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
         yield swap("backward", row.queries - documents + keys)
         yield swap("backward", grads // work.sum_itemsize)

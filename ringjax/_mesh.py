@@ -56,6 +56,7 @@ def find_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> tuple[Mesh | 
 
 
 def mesh_of(array: Array) -> Mesh | AbstractMesh | None:
+    """Returns the mesh that an array carries, if it carries one."""
     # A traced array shows its mesh in its type alone; a concrete one has a mesh of devices.
     if isinstance(array, Tracer):
         mesh = jax.typeof(array).sharding.mesh
@@ -65,6 +66,11 @@ def mesh_of(array: Array) -> Mesh | AbstractMesh | None:
 
 
 def check_abstract(mesh: Any, arrays: tuple[Array, ...]) -> None:
+    """Checks that something says on which devices an abstract mesh is.
+
+    Raises:
+      ValueError: naming the mesh and the remedy.
+    """
     is_placed = any(isinstance(array, Tracer) or mesh_of(array) is not None for array in arrays)
     if isinstance(mesh, AbstractMesh) and not is_placed and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(

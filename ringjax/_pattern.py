@@ -258,7 +258,7 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> No
     extents = {min(branch.extent, length) for branch in pattern.branches}
     if len(extents) == 1:  # there is nothing beyond
         return
-    share = pattern.reach(min(length, _MOST_OF_REACH), num_kv_heads).in_any_head
+    share = pattern.reach(min(length, MOST_OF_REACH), num_kv_heads).in_any_head
     if share < 0.5:
         warn(
             f"{share:.0%} of the queries see beyond their smallest branch, of {min(extents)} tokens, in any of the "
@@ -269,7 +269,7 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> No
 
 
 # Enough tokens to tell how far a pattern reaches.
-_MOST_OF_REACH = 2**16
+MOST_OF_REACH = 2**16
 
 
 def read_pattern(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from ringjax._axes import Axes, cuts_of, reshard
+from ringjax._axes import Axes, Cuts, cuts_of, reshard
 from ringjax._mesh import check_abstract, find_mesh, lowered_platform, platform_of
 
 
@@ -147,24 +147,18 @@ def find_placement(
     mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
     if spec is not None:
         _check_spec(spec, query, mesh, known)
-    cut = lambda array: cuts_of(_spec_of(array) if spec is None else spec, array.ndim)
-    batch, length, heads, query_width = cut(query)
-    _, key_length, kv_heads, key_width = cut(key)
-    _, value_length, value_heads, value_width = cut(value)
-    _check_lengths({"query": length, "key": key_length, "value": value_length}, axis_name)
-    _check_widths({"query": query_width, "key": key_width, "value": value_width})
-    if axis_name in (axis for axes in (*batch, heads, kv_heads, value_heads) for axis in axes):
-        raise ValueError(
-            f"batch or heads are sharded over axis_name={axis_name!r}, the axis of the sequence: shard them over others"
-        )
+    arrays = {"query": query, "key": key, "value": value}
+    cuts = {name: cuts_of(_spec_of(array) if spec is None else spec, array.ndim) for name, array in arrays.items()}
+    _check_cuts(cuts, axis_name)
     typed = lambda axes: tuple(axis for axis in axes if axis in known)
+    heads, *of_keys = (typed(cut.heads) for cut in cuts.values())
     return Placement(
         mesh=mesh if mapped else None,
         axis_name=axis_name if has_axis else None,
         num_shards=mesh.shape[axis_name] if has_axis else 1,
         mapped=frozenset(mapped),
-        batch=tuple(map(typed, batch)),
-        **_split_heads(mesh, typed(heads), {"key": typed(kv_heads), "value": typed(value_heads)}, key.shape[-2]),
+        batch=tuple(map(typed, cuts["query"].batch)),
+        **_split_heads(mesh, heads, dict(zip(("key", "value"), of_keys, strict=True)), key.shape[-2]),
         is_explicit=bool(explicit),
         unmapped=tuple(
             name
@@ -200,19 +194,20 @@ def _check_spec(spec: P, query: Array, mesh: Mesh | AbstractMesh, known: set[str
             )
 
 
-def _check_lengths(lengths: dict[str, Axes], axis_name: str) -> None:
-    for name, axes in lengths.items():
-        if axes not in ((), (axis_name,)):
+def _check_cuts(cuts: dict[str, Cuts], axis_name: str) -> None:
+    for name, (batch, length, heads, width) in cuts.items():
+        if length not in ((), (axis_name,)):
             raise ValueError(
-                f"the length of {name} is sharded over {axes}, but axis_name={axis_name!r}: "
+                f"the length of {name} is sharded over {length}, but axis_name={axis_name!r}: "
                 f"shard the length over {axis_name!r} alone, or name its one axis with axis_name"
             )
-
-
-def _check_widths(widths: dict[str, Axes]) -> None:
-    for name, axes in widths.items():
-        if axes:
-            raise ValueError(f"the last dimension of {name} is sharded over {axes}: shard its heads instead")
+        if width:
+            raise ValueError(f"the last dimension of {name} is sharded over {width}: shard its heads instead")
+        if any(axis_name in axes for axes in (*batch, heads)):
+            raise ValueError(
+                f"batch or heads of {name} are sharded over axis_name={axis_name!r}, the axis of the sequence: shard "
+                "them over others"
+            )
 
 
 def _split_heads(

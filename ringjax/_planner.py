@@ -18,11 +18,10 @@ from ringjax._counts import check_count, is_integer
 from ringjax._forecast import Forecast, all_forecasts, choose
 from ringjax._implementation import IMPLEMENTATIONS, NAME_OF, NAMES, PREFERENCE
 from ringjax._machine import Machine, find_machine
-from ringjax._pattern import DilatedPattern, Reach, read_pattern
+from ringjax._pattern import MOST_OF_REACH, DilatedPattern, Reach, read_pattern
 from ringjax._protocol import Request
 from ringjax._strategy import STRATEGIES, check_exchange_size
 
-_MOST_OF_REACH = 2**16
 FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
 
 
@@ -96,7 +95,7 @@ class Comparison:
     @functools.cached_property
     def reach(self) -> Reach:
         """How many queries see beyond their smallest branch."""
-        length = min(self.call.num_queries, _MOST_OF_REACH)
+        length = min(self.call.num_queries, MOST_OF_REACH)
         return self.call.pattern.reach(length, self.call.work.num_kv_heads, self.call.is_causal)
 
     @property

@@ -103,12 +103,12 @@ def find_shared(queries: Labels, keys: Labels) -> tuple[Span, Span]:
     common = Labels(*map(jnp.maximum, queries.least, keys.least))
     rows = [(side.segment == common.segment) & (side.document == common.document) for side in (queries, keys)]
     is_shared = rows[0].any(axis=1, keepdims=True) & rows[1].any(axis=1, keepdims=True)
+    return _span_of(rows[0], is_shared), _span_of(rows[1], is_shared)
 
-    def span(some: Bool[Array, "B R"]) -> Span:
-        start, length = some.argmax(axis=1, keepdims=True), (some & is_shared).sum(axis=1, keepdims=True)
-        return Span(start.astype(jnp.int32), length.astype(jnp.int32))
 
-    return span(rows[0]), span(rows[1])
+def _span_of(rows: Bool[Array, "B R"], is_shared: Bool[Array, "B 1"]) -> Span:
+    start, length = rows.argmax(axis=1, keepdims=True), (rows & is_shared).sum(axis=1, keepdims=True)
+    return Span(start.astype(jnp.int32), length.astype(jnp.int32))
 
 
 def are_apart(queries: Labels, keys: Labels) -> Bool[Array, "B"]:

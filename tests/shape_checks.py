@@ -7,5 +7,5 @@ from beartype import beartype
 
 
 def check(function: Any) -> Callable[..., Any]:
-    """Checks the calls of a function; one inside another would be built anew with each call, and has no shapes."""
+    """Checks the calls of a function; those inside others have no shapes, and their checks would be built each time."""
     return function if "<locals>" in function.__qualname__ else beartype(function)

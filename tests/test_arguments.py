@@ -82,7 +82,7 @@ def test_where_a_call_runs(unchecked):
     abstract = AbstractMesh((4,), ("seq",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="is abstract, and nothing says on which devices it is: give the mesh of"):
         attend(*arrays, mesh=abstract)
-    with pytest.raises(ValueError, match="batch or heads are sharded over axis_name='seq', the axis of the sequence"):
+    with pytest.raises(ValueError, match="batch or heads of query are sharded over axis_name='seq'"):
         attend(*arrays, mesh=make_mesh(seq=2), spec=P(None, None, "seq"))
 
 

@@ -203,3 +203,15 @@ def test_imports_run_downwards(module):
 def test_modules_state_their_job(module):
     source = (PACKAGE / f"{module}.py").read_text()
     assert ast.get_docstring(ast.parse(source)).splitlines()[0].endswith((".", ":"))
+
+
+@pytest.mark.parametrize("module", ALLOWED)
+def test_functions_inside_others_have_no_shapes(module):
+    """The tests check the shapes of functions that are defined once, see `shape_checks`."""
+    is_function = lambda node: isinstance(node, ast.FunctionDef)
+    for outer in filter(is_function, ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text()))):
+        for inner in filter(is_function, ast.walk(outer)):
+            arguments = [argument.annotation for argument in ast.walk(inner.args) if isinstance(argument, ast.arg)]
+            annotations = filter(None, [*arguments, inner.returns] if inner is not outer else [])
+            parts = (part for annotation in annotations for part in ast.walk(annotation))
+            assert not any(isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts), inner.name
