@@ -157,6 +157,7 @@ class Meeting(NamedTuple):
 
     `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
     `hops` is how far those that travelled did: zero where both sides are of one shard, an array where that is data.
+    Where the branch `is_alone`, nothing is added to its results.
     """
 
     branch: BranchSchedule
@@ -164,11 +165,17 @@ class Meeting(NamedTuple):
     keys: Any
     is_new: Any = True
     hops: Any = 0
+    is_alone: bool = False
 
     @property
     def is_only(self) -> bool:
         """Whether the rows of queries meet no others."""
         return self.branch.is_local or self.branch.strategy == "all_gather"
+
+    @property
+    def is_all(self) -> bool:
+        """Whether its results are those of the call: nothing is added to them."""
+        return self.is_alone and self.branch.is_local
 
 
 def see_queries(slots: Slots, noise: Noise | None = None) -> View:

@@ -148,7 +148,8 @@ class Mosaic(Implementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (_pad(array, of_keys) for array in keys)
         before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
-        given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret)
+        dtype = query.dtype if meeting.is_all else jnp.float32
+        given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret, dtype)
         out, lse = self.kernels.forward(given, before)
         return FusedPartial(out[:, :, :length], lse[:, :, :length])
 
@@ -181,7 +182,8 @@ class Mosaic(Implementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = MosaicQueries(*(_pad(array, of_queries) for array in queries))
         key, value = (_pad(array, of_keys) for array in keys)
-        given = Given(padded.query, key, value, mask, weighting, self.interpret)
+        dtype = padded.query.dtype if meeting.is_all else jnp.float32
+        given = Given(padded.query, key, value, mask, weighting, self.interpret, dtype)
         # Products are of arrays of one dtype.
         out_grad, stats = padded.out_grad.astype(padded.query.dtype), Stats(padded.lse, padded.delta)
         given = given._replace(out_grad=out_grad, stats=stats)

@@ -33,7 +33,7 @@ class Stats(NamedTuple):
 class Given(NamedTuple):
     """What meets: rows of queries and of keys, laid out in tiles, and their mask; the last two for gradients alone.
 
-    `interpret` says how Pallas interprets kernels, if it does.
+    `interpret` says how Pallas interprets kernels, if it does. Results are of the `result_dtype`, but for the lse.
     """
 
     query: Float[Array, "B N T H"]
@@ -42,6 +42,7 @@ class Given(NamedTuple):
     mask: Mask
     weighting: Weighting
     interpret: Any = False
+    result_dtype: Any = jnp.float32
     out_grad: Float[Array, "B N T V"] | None = None
     stats: Stats | None = None
 
@@ -164,8 +165,9 @@ class KernelCall(NamedTuple):
 def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
     """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
     query, width = given.query, given.value.shape[-1]
-    shape = lambda *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), jnp.float32)
-    results, arrays = before or (shape(width), shape()), ((query,), (given.key, given.value), ())
+    shape = lambda dtype, *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), dtype)
+    results = before or (shape(given.result_dtype, width), shape(jnp.float32))
+    arrays = (query,), (given.key, given.value), ()
     operations = 2 * (query.shape[-1] + width)
     return KernelCall("forward", kernel, given.mask, QUERIES, *arrays, results, operations, interpret=given.interpret)
 
@@ -177,7 +179,7 @@ def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ..
     """
     query, keys = given.query, (given.key, given.value)
     of_stays = (query,) if stays == QUERIES else keys
-    results = before or tuple(jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in of_stays)
+    results = before or tuple(jax.ShapeDtypeStruct(array.shape, given.result_dtype) for array in of_stays)
     arrays = (query, given.out_grad), keys, given.stats, results
     operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
     name = "query_gradient" if stays == QUERIES else "key_gradient"

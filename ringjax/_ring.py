@@ -115,7 +115,7 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
-    return Meeting(task.branch, queries, keys, task.branch.is_new(shard, hops, direction), hops)
+    return Meeting(task.branch, queries, keys, task.branch.is_new(shard, hops, direction), hops, task.is_alone)
 
 
 def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) -> RowBytes:

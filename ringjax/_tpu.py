@@ -182,7 +182,8 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
     def _() -> None:
         total = total_ref[...]
         is_empty = total == 0
-        out_ref[0] = sum_ref[...] * _widen(jnp.where(is_empty, 0, 1 / total), width)
+        out = sum_ref[...] * _widen(jnp.where(is_empty, 0, 1 / total), width)
+        out_ref[0] = out.astype(out_ref.dtype)
         lse = jnp.where(is_empty, -jnp.inf, maximum_ref[...] * math.log(2) + jnp.log(total))  # [Rq, LANES]
         lse_ref[0] = lse.T[:1]
 
@@ -226,7 +227,7 @@ def _query_gradient_kernel(
     @pl.when(step.is_last)
     def _() -> None:
         grad = sum_ref[...] * weighting.scale
-        grad_ref[0] = grad + before[0][0] if before else grad
+        grad_ref[0] = grad + before[0][0] if before else grad.astype(grad_ref.dtype)
 
 
 def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
@@ -266,8 +267,8 @@ def _key_gradient_kernel(
     @pl.when(step.is_last)
     def _() -> None:
         key_grad, value_grad = key_sum_ref[...] * weighting.scale, value_sum_ref[...]
-        key_grad_ref[0] = key_grad + before[0][0] if before else key_grad
-        value_grad_ref[0] = value_grad + before[1][0] if before else value_grad
+        for number, (grad, ref) in enumerate([(key_grad, key_grad_ref), (value_grad, value_grad_ref)]):
+            ref[0] = grad + before[number][0] if before else grad.astype(ref.dtype)
 
 
 def _tile_gradients(

@@ -72,7 +72,8 @@ def launch(call: KernelCall) -> list[Array]:
             scratch_shapes=call.scratch,
         )
         parameters = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES)
-        shapes = [jax.ShapeDtypeStruct(out.array.shape, jnp.float32, manual_axis_type=call.varying) for out in outs]
+        shape = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, manual_axis_type=call.varying)
+        shapes = [shape(out.array) for out in outs]
         named = {"name": f"ringjax_{call.name}", "interpret": call.interpret, "compiler_params": parameters}
         named |= {"input_output_aliases": aliases, "cost_estimate": call.cost(arrays)}
         kernel = pl.pallas_call(body, grid_spec=spec, out_shape=shapes, **named)
@@ -104,7 +105,7 @@ def _in_bands(
         whole = [own if part is None else part for part, own in zip(some, arrays, strict=True)]
         return run(Visits(*visits), whole, cut)
 
-    of_band = jax.eval_shape(lambda: [split(jnp.zeros(out.array.shape, jnp.float32), out.axis)[0] for out in outs])
+    of_band = jax.eval_shape(lambda: [split(jnp.zeros(out.array.shape, out.array.dtype), out.axis)[0] for out in outs])
     cut = [out._replace(array=shape) for out, shape in zip(outs, of_band, strict=True)]
     stay = [split(leaf.array, leaf.axis) if leaf.side == sizes.stays else None for leaf in leaves]
     found = jax.lax.map(run_band, (tuple(split(array, 1) for array in visits), stay))

@@ -185,9 +185,26 @@ def check_errors(arrays, **arguments):
     assert all(np.array(errors["mosaic"]) <= 1.1 * np.array(errors["xla"]))
 
 
-def test_errors_in_bfloat16_are_those_of_xla():
+@pytest.mark.parametrize("pattern", [[Segments(128), Segments(384, 3)], [Segments(384)]], ids=str)
+def test_errors_in_bfloat16_are_those_of_xla(pattern):
     arrays = [jnp.asarray(array, jnp.bfloat16) for array in random_arguments(384, (2, 1), (64, 64), (2,))]
-    check_errors(arrays, pattern=[Segments(128), Segments(384, 3)], is_causal=True)
+    check_errors(arrays, pattern=pattern, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [([Segments(128)], "bf16"), ([Segments(256)], "f32"), ([Segments(128), Segments(64)], "f32")],
+    ids=["alone", "ring", "two branches"],
+)
+def test_kernels_write_sums_where_something_is_added(pattern, dtype):
+    """And else what the caller gets, of half the bytes."""
+    arrays = [jnp.zeros((1, 256, 1, 64), jnp.bfloat16)] * 3
+    attend = functools.partial(ring_dilated_attention, pattern=pattern, implementation="mosaic", mesh=make_mesh(seq=2))
+    gradient = jax.make_jaxpr(lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0]))(*arrays)
+    results = re.findall(r"^ *(.*) = pallas_call\[", str(gradient), re.MULTILINE)
+    written = re.findall(r":(\w+)\[\d+,\d+,64\]", " ".join(results))
+    assert written
+    assert set(written) == {dtype}
 
 
 def test_under_vmap_and_checkpoint():
