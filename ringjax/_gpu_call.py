@@ -8,6 +8,7 @@ turn it is.
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
@@ -159,7 +160,7 @@ def launch(call: KernelCall) -> list[Array]:
     body.__name__ = f"ringjax_{call.name}"
     run = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(out.array.shape, out.array.dtype) for out in outs],
+        out_type=[jax.ShapeDtypeStruct(out.array.shape, jnp.float32) for out in outs],
         scratch_types=[_make_rooms(call, leaves), _make_barriers(call, leaves)],
         grid=(call.sizes.heads[call.stays] * num_tiles,),
         grid_names=("tile",),
@@ -280,4 +281,4 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     if kernel.takes_turns:
         pl.when(warpgroup == 0)(turn)
     for out, ref, result in zip(block.call.results, block.outs, kernel.finish(sums, before), strict=True):
-        at(out, ref)[...] = result.astype(out.dtype)
+        at(out, ref)[...] = result

@@ -152,8 +152,8 @@ class KernelCall(NamedTuple):
         )
 
     def take_back(self, found: list[Array]) -> list[Array]:
-        """Returns results in the shapes that were asked for."""
-        return [array.reshape(shape.shape) for array, shape in zip(found, self.results, strict=True)]
+        """Returns results in the shapes and dtypes that were asked for."""
+        return [array.reshape(one.shape).astype(one.dtype) for array, one in zip(found, self.results, strict=True)]
 
     def cost(self, arrays: list[Any]) -> pl.CostEstimate:
         """Returns what compilers take the kernel for, who see none of it: the products of all pairs."""

@@ -203,6 +203,18 @@ def test_memory_of_the_gradient():
 def test_memory_of_the_gradient_by_kernels_for_gpus():
     """They read no sums that begin with them."""
     assert peak(implementation="mosaic", has_documents=True) <= 24
+    assert peak(pattern=((TOKENS,), (1,)), implementation="mosaic") <= 16
+
+
+def test_memory_of_one_local_branch_by_kernels_for_tpus():
+    """They write no sums where nothing is added to them, which would take 1.4 times what tiles take."""
+    peaks = [
+        compile_for("v5e:2x4", True, length=2**18, pattern=((2048,), (1,)), implementation=name)
+        .memory_analysis()
+        .peak_memory_in_bytes
+        for name in ("mosaic", "xla")
+    ]
+    assert peaks[0] <= 1.25 * peaks[1]
 
 
 @pytest.mark.slow
