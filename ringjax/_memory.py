@@ -1,25 +1,39 @@
-"""The bytes that a device holds at the peak, by count: arguments, results, and what each branch adds in its turn.
+"""The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
-Compilers also copy, which is not counted, and may take branches in another order.
+What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come nearest to what
+they chose in some 500 random programs for H100s and a v5e; `benchmarks.plan_memory` measures with others.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from ringjax._cost import RowBytes, Work, queries_travel
 from ringjax._schedule import BranchSchedule
 from ringjax._strategy import Schedules
 
+# Of what a branch keeps, the share that is there as well when the one that keeps most is computed. Branches that
+# exchange all tokens share what was exchanged.
+_SHARE, _SHARE_EXCHANGED, _SHARE_GATHERED = 0.75, 0.2, 0.5
+# What is small enough for the vector memory of a TPU is computed there, and much of it lies in both memories.
+_VECTOR_MEMORY, _IN_BOTH = 128 * 2**20, 1.3
+
 
 def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) -> int:
-    """Returns the bytes at the peak of a call, or of its gradient; widths are padded to multiples of `lanes`."""
-    work = _padded(work, lanes)
+    """Returns the bytes at the peak of a call, or of its gradient.
+
+    Arguments and results lie close; what branches keep has widths that are multiples of `lanes`.
+    """
     query, out, of_keys = _numbers(work, branches)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    # Results are made when what was gathered is gone.
-    is_gathered = any(branch.strategy == "all_gather" for branch in branches)
-    kept = arguments if is_gathered else arguments + results
-    kept += _exchanged(work, branches, arguments - of_keys, of_keys)
-    return kept * work.itemsize + max(_in_turn(work, branches, results * work.sum_itemsize, has_gradient))
+    work_of_branches, of_branches = _padded(work, lanes), {}
+    for branch in branches:  # one that is twice the same is computed once
+        kept = _Kept(work_of_branches, branch, lanes > 1, has_gradient)
+        of_branches[branch.branch] = kept.bytes, _share(branch)
+    most, *others = sorted(of_branches.values(), reverse=True)
+    beside = most[0] + sum(share * num_bytes for num_bytes, share in others)
+    kept = (arguments + results) * work.itemsize
+    is_small = lanes > 1 and kept + beside < _VECTOR_MEMORY
+    return kept + round(beside * (_IN_BOTH if is_small else 1))
 
 
 def _padded(work: Work, lanes: int) -> Work:
@@ -35,63 +49,109 @@ def _numbers(work: Work, branches: Schedules) -> tuple[int, int, int]:
     return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
 
 
-def _exchanged(work: Work, branches: Schedules, of_queries: int, of_keys: int) -> int:
-    """The numbers of exchanged tokens of which branches take some; key/value heads that are too few are repeated."""
-    sizes = {
-        branch.exchange_size
-        for branch in branches
-        if branch.exchange_size > 1 and not branch.exchanges_rows and not branch.branch.keeps_all
-    }
-    repeats = (size * work.local_heads(size) // work.local_heads(1) for size in sizes)
-    return max((of_queries + of_keys * count for count in repeats), default=0)
+def _share(branch: BranchSchedule) -> float:
+    if branch.exchange_size > 1 and not branch.exchanges_rows:
+        return _SHARE_EXCHANGED if branch.is_local else _SHARE_GATHERED
+    return _SHARE_GATHERED if branch.strategy == "all_gather" and not branch.is_local else _SHARE
 
 
-def _in_turn(work: Work, branches: Schedules, total_bytes: int, has_gradient: bool) -> list[int]:
-    """The bytes that are there while each branch is computed: its own, and what those before it have left.
+class _Kept(NamedTuple):
+    """What a branch keeps at its peak: rows as they are computed, those that come by, sums, and what is exchanged."""
 
-    These are results that wait to be added all at once, or the total that they were added to.
-    """
-    found, waiting, total = [], 0, 0
-    for number, branch in enumerate(branches):
-        own = _results_of(work, branch, has_gradient)
-        waits = branch.traits.are_added_at_once and branch.is_dense
-        is_added = len(branches) > 1 and not waits
-        is_total = number == 0 and branch.branch.keeps_all  # put there, not added
-        if is_added and not is_total:
-            total = total_bytes
-        found.append(waiting + total + own + _held_by(work, branch, has_gradient))
-        waiting += own if waits else 0
-        total = total_bytes if is_added else total
-    return found
+    work: Work
+    branch: BranchSchedule
+    is_tpu: bool
+    has_gradient: bool
 
+    @property
+    def bytes(self) -> float:
+        """The bytes of all of it."""
+        return self._computing() + self._exchanged() + self._tiles()
 
-def _results_of(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
-    """The bytes of a branch's results. What comes in parts is summed; else it may be in the dtype of the arrays."""
-    row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
-    if has_gradient:
-        sums = branch.queries.num_slots * row.query_grad + branch.keys.num_slots * row.keys_grad
-    else:
-        sums = branch.queries.num_slots * work.batch * heads * work.value_width * work.sum_itemsize
-    is_whole = branch.traits.own_dtype and branch.is_local
-    return sums * work.itemsize // work.sum_itemsize if is_whole else sums
+    @property
+    def row(self) -> RowBytes:
+        """The bytes of a slot: of arrays, and of sums under way."""
+        row = self.work.row_bytes(self.branch)
+        if self.has_gradient:
+            return row
+        heads, _ = self.work.heads_of(self.branch)
+        sums = self.work.batch * heads * self.work.value_width * self.work.sum_itemsize
+        return RowBytes(self.work.query_row(self.branch), row.keys, sums, 0)
 
+    @property
+    def _kv_heads(self) -> int:
+        """The key/value heads of a device's own tokens, repeated where they are exchanged and too few."""
+        return self.work.local_heads(self.branch.exchange_size) * self.branch.exchange_size
 
-def _held_by(work: Work, branch: BranchSchedule, has_gradient: bool) -> int:
-    """The bytes of a branch's rows, and of what arrives."""
-    row = work.row_bytes(branch)
-    of_query = row.queries if has_gradient else work.query_row(branch)
-    rows = branch.queries.num_slots * of_query + branch.keys.num_slots * row.keys
-    return rows + _arriving(branch, row, has_gradient)
+    def _computing(self) -> float:
+        if self.branch.is_local:
+            return self._local()
+        return self._gathered() if self.branch.strategy == "all_gather" else self._travelling()
 
+    def _local(self) -> float:
+        """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
+        branch, row = self.branch, self.row
+        if self.is_tpu:  # where all that kernels read is laid out anew, and their results are
+            one, work = branch.of_devices(), self.work
+            numbers = one.queries.shard_length * work.num_heads * work.width
+            numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
+            return 2.25 * work.batch * numbers * work.itemsize
+        rows = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
+        is_whole = branch.branch.keeps_all and not branch.traits.rows_last
+        return rows * self.has_gradient / 2 if is_whole else rows
 
-def _arriving(branch: BranchSchedule, row: RowBytes, has_gradient: bool) -> int:
-    """The bytes of rows that come from other devices, and of their gradients: a shard's in each rotation, and halos."""
-    of_key = row.keys + has_gradient * row.keys_grad
-    if branch.strategy == "all_gather" and not branch.is_local:
-        of_key += row.keys_grad if has_gradient and branch.traits.rows_last else 0
-        return branch.gather_size * branch.keys.num_slots * of_key
-    do_queries = has_gradient and queries_travel(branch, row)
-    legs, side = (branch.query_legs, branch.queries) if do_queries else (branch.key_legs, branch.keys)
-    rotating = sum(side.num_slots for leg in legs if leg.rotations)
-    halos = sum(leg.halo_rows(side) for leg in legs)
-    return (rotating + halos) * (row.queries + row.query_grad if do_queries else of_key)
+    def _gathered(self) -> float:
+        """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
+        branch, row = self.branch, self.row
+        of_sums = row.keys_grad * (1 + branch.traits.rows_last)  # those that are laid out anew are there twice
+        of_key = 0.8 * (row.keys + of_sums) if self.has_gradient else 1.5 * row.keys
+        stay = branch.queries.num_slots * (row.queries + row.query_grad)
+        return stay + branch.gather_size * branch.keys.num_slots * of_key
+
+    def _travelling(self) -> float:
+        """The side that stays with its sums, and what comes by with its own: twice in a loop, which needs the next."""
+        branch, row = self.branch, self.row
+        sides = (
+            (branch.queries, branch.query_legs, row.queries, row.query_grad),
+            (branch.keys, branch.key_legs, row.keys, row.keys_grad),
+        )
+        do_queries = self.has_gradient and queries_travel(branch, row)
+        (stays, _, *of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
+        kept, come_by, rotations = stays.num_slots * sum(of_stays), own + sums, max(leg.rotations for leg in legs)
+        if not branch.is_closed:
+            # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
+            kept += side.num_slots * own + 1.15 * sum(leg.halo_rows(side) for leg in legs) * come_by
+        if rotations > 1:
+            # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
+            is_swapped = branch.is_balanced and branch.branch.keeps_all
+            kept += is_swapped * 2 * branch.queries.num_slots * self.work.query_row(branch)
+            return kept + 2 * side.num_slots * come_by
+        if rotations and branch.branch.keeps_all and not branch.is_balanced:  # the arguments themselves
+            kept -= stays.num_slots * of_stays[0]
+        return kept + rotations * (1.5 if self.is_tpu else 0.75) * side.num_slots * come_by
+
+    def _exchanged(self) -> float:
+        """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it."""
+        branch, work = self.branch, self.work
+        is_ring = not branch.is_local and branch.is_closed and max(leg.rotations for leg in branch.key_legs) > 1
+        if branch.exchange_size == 1 or is_ring or (branch.is_local and self.is_tpu):
+            return 0
+        one = branch.of_devices()
+        tokens = lambda side: side.num_slots if branch.exchanges_rows else side.shard_length
+        result = work.width if self.has_gradient else work.value_width
+        of_query = work.num_heads * (work.width + result) * work.itemsize
+        of_query += work.num_heads * work.of_queries([branch]) * self.has_gradient
+        of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
+        exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
+        if branch.is_local:
+            return exchanged * (1.4 if branch.traits.rows_last else 1)
+        return exchanged / 2
+
+    def _tiles(self) -> int:
+        """The tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
+        branch = self.branch
+        if not branch.traits.rows_last:
+            return 0
+        heads, _ = self.work.heads_of(branch)
+        pairs = branch.queries.chunks_per_tile * branch.queries.block_rows * branch.keys.block_rows
+        return 2 * self.work.batch * heads * pairs * self.work.sum_itemsize
