@@ -90,8 +90,6 @@ def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0,
         return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
-    if not query.dtype == key.dtype == value.dtype:
-        return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
     reason = _missing() or _too_wide(query.shape[-1], value.shape[-1], widening)
     return reason or (_no_spans(query.shape[-2] != key.shape[-2]) if has_spans else None)
 

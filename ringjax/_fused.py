@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from ringjax._block import Keys, Weighting, accumulation_dtype, merge
 from ringjax._meeting import Meeting, Noise, Slots
 from ringjax._pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
-from ringjax._protocol import Implementation, Request
+from ringjax._protocol import Implementation, KernelGradients, KernelPartial, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
 from ringjax._traits import Traits
@@ -51,13 +51,6 @@ class Kernel(Protocol):
         ...
 
 
-class FusedPartial(NamedTuple):
-    """The attention on some of the keys."""
-
-    out: Float[Array, "B Rq N V"]
-    lse: Float[Array, "B Rq N"]
-
-
 class FusedQueries(NamedTuple):
     """What the backward needs of each row of queries; `lse_grad` is None where it is zero."""
 
@@ -66,14 +59,6 @@ class FusedQueries(NamedTuple):
     out: Float[Array, "B Rq N V"]
     lse: Float[Array, "B Rq N"]
     lse_grad: Float[Array, "B Rq N"] | None = None
-
-
-class FusedGradients(NamedTuple):
-    """Sums of gradients under way; None for those that a kernel begins."""
-
-    query: Float[Array, "B Rq N H"]
-    key: Float[Array, "B Rk K H"]
-    value: Float[Array, "B Rk K V"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +97,19 @@ class Fused(Implementation):
         """Returns what is seen of keys."""
         return see(slots)
 
-    def start(self, query: Float[Array, "B Rq N H"], keys: Keys) -> FusedPartial:
+    def start(self, query: Float[Array, "B Rq N H"], keys: Keys) -> KernelPartial:
         """Returns the attention on nothing."""
         row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [B, R, N]
-        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
+        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
 
     def forward(
-        self, query: Float[Array, "B Rq N H"], keys: Keys, meeting: Meeting, weighting: Weighting, partial: FusedPartial
-    ) -> FusedPartial:
+        self,
+        query: Float[Array, "B Rq N H"],
+        keys: Keys,
+        meeting: Meeting,
+        weighting: Weighting,
+        partial: KernelPartial,
+    ) -> KernelPartial:
         """Merges the attention of queries on keys with that on others."""
 
         def attend(piece: Piece, query: Array, keys: Keys) -> tuple[Array, Array]:
@@ -145,9 +135,9 @@ class Fused(Implementation):
             return out.astype(query.dtype), lse
 
         out, lse = switch(meeting, attend_all, query, keys)
-        return FusedPartial(*merge((partial.out, out), (partial.lse, lse)))
+        return KernelPartial(*merge((partial.out, out), (partial.lse, lse)))
 
-    def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
+    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
         """Returns the output and the lse of each row."""
         return partial.out, partial.lse
 
@@ -162,18 +152,18 @@ class Fused(Implementation):
         query, out_grad, out, *narrow = arrays
         return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
 
-    def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> FusedGradients:
+    def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
         """Returns the gradients of nothing but those given."""
         del step
         dtype = accumulation_dtype(queries.query, *keys)
         arrays = {"query": queries.query, **keys._asdict()}
-        return FusedGradients(
+        return KernelGradients(
             **given, **{name: jnp.zeros_like(array, dtype) for name, array in arrays.items() if name not in given}
         )
 
     def backward(
-        self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: FusedGradients
-    ) -> FusedGradients:
+        self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+    ) -> KernelGradients:
         """Adds what the pairs that meet contribute to sums of gradients under way."""
 
         def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
@@ -191,9 +181,9 @@ class Fused(Implementation):
             return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found or [zeros])
 
         addends = switch(meeting, differentiate_all, queries, keys)
-        return FusedGradients(*map(jnp.add, grads, addends))
+        return KernelGradients(*map(jnp.add, grads, addends))
 
-    def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values."""
         del weighting  # the kernel's
         return grads.query, grads.key, grads.value
@@ -239,11 +229,7 @@ def _obstacle_of_request(request: Request) -> str | None:
         return f"no fused kernel knows {', '.join(needs)}"
     if _has_documents(request) and not request.documents_are_sorted:
         return "documents may lie in any order: say documents_are_sorted=True where their numbers do not decrease"
-    if request.unmapped:
-        # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
-        axes = request.unmapped
-        return f"the mesh axes {axes} are Auto: say with spec=P(...) what they cut, or make them Explicit"
-    return None
+    return request.obstacle_to_kernels()
 
 
 def _obstacle_of_branch(branch: BranchSchedule, request: Request) -> str | None:

@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax import _block, _tpu
 from ringjax._block import Keys, Weighting
-from ringjax._fused import FusedGradients, FusedPartial
 from ringjax._mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._operands import Given, Stats
-from ringjax._protocol import Implementation, Request
+from ringjax._protocol import Implementation, KernelGradients, KernelPartial, Request
 from ringjax._schedule import BranchSchedule
 from ringjax._side import Side
 from ringjax._traits import Traits
@@ -91,20 +90,13 @@ class Mosaic(Implementation):
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
         """Returns why it cannot serve a request in a branch, None where it can."""
         del branch
-        query, key, value = request.query, request.key, request.value
         if not self.interpret and (reason := self.obstacle_of_hardware(request)):
             return reason
-        if query.dtype not in self.dtypes:
-            return f"it computes in {' and '.join(self.dtypes)}, and query is of {query.dtype}"
-        if not query.dtype == key.dtype == value.dtype:
-            return f"it takes one dtype, and query, key and value are of {query.dtype}, {key.dtype} and {value.dtype}"
+        if request.query.dtype not in self.dtypes:
+            return f"it computes in {' and '.join(self.dtypes)}, and query is of {request.query.dtype}"
         if request.precision not in _PRECISIONS:
             return f"it computes products at the default precision or the highest, and precision={request.precision!r}"
-        if request.unmapped:
-            # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
-            axes = request.unmapped
-            return f"the mesh axes {axes} are Auto: say with spec=P(...) what they cut, or make them Explicit"
-        return None
+        return request.obstacle_to_kernels()
 
     def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
@@ -135,14 +127,14 @@ class Mosaic(Implementation):
         is_member = slots.rows.heads.is_member
         return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
 
-    def start(self, query: Float[Array, "B N T H"], keys: Keys) -> FusedPartial:
+    def start(self, query: Float[Array, "B N T H"], keys: Keys) -> KernelPartial:
         """Returns the attention on nothing."""
         row = jnp.zeros_like(query[..., 0], jnp.float32)  # [B, N, T]
-        return FusedPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
+        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
 
     def forward(
-        self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: FusedPartial
-    ) -> FusedPartial:
+        self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: KernelPartial
+    ) -> KernelPartial:
         """Adds the attention of queries on keys to that on others, where there are any."""
         mask, length = make_mask(meeting), query.shape[2]
         of_queries, of_keys = mask.queries.last, mask.keys.position
@@ -151,9 +143,9 @@ class Mosaic(Implementation):
         dtype = query.dtype if meeting.is_all else jnp.float32
         given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret, dtype)
         out, lse = self.kernels.forward(given, before)
-        return FusedPartial(out[:, :, :length], lse[:, :, :length])
+        return KernelPartial(out[:, :, :length], lse[:, :, :length])
 
-    def finish(self, partial: FusedPartial) -> tuple[Array, Array]:
+    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
         """Returns the output and the lse of each row."""
         return partial.out, partial.lse
 
@@ -166,17 +158,17 @@ class Mosaic(Implementation):
         query, out_grad, lse, delta = arrays
         return MosaicQueries(query, out_grad, lse[..., 0], delta[..., 0])
 
-    def start_gradients(self, queries: MosaicQueries, keys: Keys, step: Any = 0, **given: Array) -> FusedGradients:
+    def start_gradients(self, queries: MosaicQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
         """Returns the gradients of nothing but those given."""
         del step
         arrays = {"query": queries.query, **keys._asdict()}
         if given:  # the others begin in the kernels: zeros would be arrays that these read
-            return FusedGradients(**{**dict.fromkeys(arrays), **given})
-        return FusedGradients(**{name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items()})
+            return KernelGradients(**{**dict.fromkeys(arrays), **given})
+        return KernelGradients(**{name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items()})
 
     def backward(
-        self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: FusedGradients
-    ) -> FusedGradients:
+        self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+    ) -> KernelGradients:
         """Adds what the pairs that meet contribute to sums of gradients under way."""
         mask, length, key_length = make_mask(meeting), queries.query.shape[2], keys.key.shape[2]
         of_queries, of_keys = mask.queries.last, mask.keys.position
@@ -194,9 +186,9 @@ class Mosaic(Implementation):
 
         query_grad = self.kernels.backward_queries(given, before(of_queries, grads.query))
         keys_grad = self.kernels.backward_keys(given, before(of_keys, grads.key, grads.value))
-        return FusedGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
+        return KernelGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
 
-    def finish_gradients(self, grads: FusedGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values."""
         del weighting  # the kernel's
         return grads.query, grads.key, grads.value

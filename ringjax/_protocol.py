@@ -34,6 +34,31 @@ class Request(NamedTuple):
     precision: Any = None
     documents_are_sorted: bool = False
 
+    def obstacle_to_kernels(self) -> str | None:
+        """Returns why no kernel can serve the request, None where one may."""
+        dtypes = self.query.dtype, self.key.dtype, self.value.dtype
+        if len(set(dtypes)) > 1:
+            return "it takes one dtype, and query, key and value are of {}, {} and {}".format(*dtypes)
+        if self.unmapped:
+            # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
+            return f"the mesh axes {self.unmapped} are Auto: say with spec=P(...) what they cut, or make them Explicit"
+        return None
+
+
+class KernelPartial(NamedTuple):
+    """The attention on some of the keys, laid out as a kernel has it."""
+
+    out: Float[Array, "*rows V"]
+    lse: Float[Array, "*rows"]
+
+
+class KernelGradients(NamedTuple):
+    """Sums of gradients under way, laid out as a kernel has them; None for those that it begins."""
+
+    query: Float[Array, "*rows H"]
+    key: Float[Array, "*keys H"]
+    value: Float[Array, "*keys V"]
+
 
 class Implementation(abc.ABC):
     """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.

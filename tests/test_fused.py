@@ -18,6 +18,7 @@ from ringjax._block import Keys
 from ringjax._fused import Fused, FusedQueries
 from ringjax._implementation import IMPLEMENTATIONS
 from ringjax._pieces import Pairs
+from ringjax._protocol import Request
 from ringjax._spans import Span
 
 
@@ -381,7 +382,8 @@ def test_what_cudnn_can_compute():
     assert _cudnn.obstacle(array, array, array, "cuda") is None
     other = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float16)
     for arrays in ((array, other, array), (array, array, other)):
-        assert "takes one dtype, and query, key and value are of bfloat16" in _cudnn.obstacle(*arrays, "cuda")
+        reason = Request(*arrays, "cuda").obstacle_to_kernels()
+        assert "takes one dtype, and query, key and value are of bfloat16" in reason
 
 
 @pytest.mark.parametrize(("most", "fits"), [(128, (128, None)), (256, (256, 136))])

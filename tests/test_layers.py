@@ -40,7 +40,6 @@ ALLOWED = {
     "_gpu": {"_block", "_dropout", "_gpu_call", "_mask", "_operands"},
     "_mosaic": {
         "_block",
-        "_fused",
         "_gpu",
         "_mask",
         "_meeting",
