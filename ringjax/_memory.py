@@ -1,7 +1,7 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come nearest to what
-they chose in some 500 random programs for H100s and a v5e; `benchmarks.plan_memory` measures with others.
+they chose in some 500 random programs for H100s and a v5e; `benchmarks.plan_memory` measures how near that is.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ from ringjax._schedule import BranchSchedule
 from ringjax._strategy import Schedules
 
 # Of what a branch keeps, the share that is there as well when the one that keeps most is computed. Branches that
-# exchange all tokens share what was exchanged.
+# exchange all tokens share what was exchanged; kernels for TPUs read copies of it, of each branch its own.
 _SHARE, _SHARE_EXCHANGED, _SHARE_GATHERED = 0.75, 0.2, 0.5
 # What is small enough for the vector memory of a TPU is computed there, and much of it lies in both memories.
 _VECTOR_MEMORY, _IN_BOTH = 128 * 2**20, 1.3
+_LAID_OUT_ANEW = 1.1  # of what travels between TPUs, whose kernels read heads that lie apart
 
 
 def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) -> int:
@@ -28,7 +29,7 @@ def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) 
     work_of_branches, of_branches = _padded(work, lanes), {}
     for branch in branches:  # one that is twice the same is computed once
         kept = _Kept(work_of_branches, branch, lanes > 1, has_gradient)
-        of_branches[branch.branch] = kept.bytes, _share(branch)
+        of_branches[branch.branch] = kept.bytes, _share(branch, lanes > 1)
     most, *others = sorted(of_branches.values(), reverse=True)
     beside = most[0] + sum(share * num_bytes for num_bytes, share in others)
     kept = (arguments + results) * work.itemsize
@@ -49,10 +50,12 @@ def _numbers(work: Work, branches: Schedules) -> tuple[int, int, int]:
     return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
 
 
-def _share(branch: BranchSchedule) -> float:
-    if branch.exchange_size > 1 and not branch.exchanges_rows:
-        return _SHARE_EXCHANGED if branch.is_local else _SHARE_GATHERED
-    return _SHARE_GATHERED if branch.strategy == "all_gather" and not branch.is_local else _SHARE
+def _share(branch: BranchSchedule, is_tpu: bool) -> float:
+    if branch.is_local:
+        is_shared = branch.exchange_size > 1 and not branch.exchanges_rows and not is_tpu
+        return _SHARE_EXCHANGED if is_shared else _SHARE
+    is_shared = branch.strategy == "all_gather" or (branch.exchange_size > 1 and not branch.exchanges_rows)
+    return _SHARE_GATHERED if is_shared else _SHARE
 
 
 class _Kept(NamedTuple):
@@ -86,7 +89,9 @@ class _Kept(NamedTuple):
     def _computing(self) -> float:
         if self.branch.is_local:
             return self._local()
-        return self._gathered() if self.branch.strategy == "all_gather" else self._travelling()
+        if self.branch.strategy == "all_gather":
+            return self._gathered()
+        return self._travelling() * (_LAID_OUT_ANEW if self.is_tpu else 1)
 
     def _local(self) -> float:
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""

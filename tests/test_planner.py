@@ -307,10 +307,12 @@ def test_what_comes_by_is_there_with_its_sums():
     assert window(1025).strategy == "ring"
     query = 4 * (128 * (2 + 2 + 4) + 2 * 4)  # of four heads: itself, its cotangent and gradient, lse and delta
     key = 4 * 128 * 2 * (2 + 4)  # and value, with gradients
-    assert abs(window(1025).memory - window(513).memory - 1.15 * 512 * query) <= 1
+    laid_out = 1.1  # by TPUs
+    assert abs(window(1025).memory - window(513).memory - laid_out * 1.15 * 512 * query) <= 1
     segments = {one.strategy: one.memory for one in plan([Segments(2**19)], **size).forecasts}
     ring = 65536 * (key + 2 * query + 2 * 4 * 128 * 2)  # balanced: halves are swapped
-    assert segments["all_gather"] - segments["ring"] == round(65536 * (query + 0.8 * 8 * key)) - ring
+    gathered = 65536 * (query + 0.8 * 8 * key)
+    assert segments["all_gather"] - segments["ring"] == round(gathered) - round(laid_out * ring)
 
 
 def test_branches_share_a_peak():
