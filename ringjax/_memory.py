@@ -16,7 +16,9 @@ from ringjax._strategy import Schedules
 _SHARE, _SHARE_EXCHANGED, _SHARE_GATHERED = 0.75, 0.2, 0.5
 # What is small enough for the vector memory of a TPU is computed there, and much of it lies in both memories.
 _VECTOR_MEMORY, _IN_BOTH = 128 * 2**20, 1.3
-_LAID_OUT_ANEW = 1.1  # of what travels between TPUs, whose kernels read heads that lie apart
+# Kernels for TPUs read heads that lie apart: how often a device holds queries, keys and values that do not travel, and
+# how much of what travels is counted, forward and with the gradient.
+_LAID_OUT_ANEW, _TRAVELLING_ON_TPU = (0.7, 2.25), (0.7, 1.1)
 
 
 def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) -> int:
@@ -26,15 +28,15 @@ def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) 
     """
     query, out, of_keys = _numbers(work, branches)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    work_of_branches, of_branches = _padded(work, lanes), {}
+    padded, is_tpu, of_branches = _padded(work, lanes), lanes > 1, {}
     for branch in branches:  # one that is twice the same is computed once
-        kept = _Kept(work_of_branches, branch, lanes > 1, has_gradient)
-        of_branches[branch.branch] = kept.bytes, _share(branch, lanes > 1)
-    most, *others = sorted(of_branches.values(), reverse=True)
-    beside = most[0] + sum(share * num_bytes for num_bytes, share in others)
-    kept = (arguments + results) * work.itemsize
-    is_small = lanes > 1 and kept + beside < _VECTOR_MEMORY
-    return kept + round(beside * (_IN_BOTH if is_small else 1))
+        kept = _Kept(padded, branch, is_tpu, has_gradient)
+        of_branches[branch.branch] = kept.bytes, _share(branch, is_tpu)
+    (most, _), *others = sorted(of_branches.values(), reverse=True)
+    beside = most + sum(share * num_bytes for num_bytes, share in others)
+    given = (arguments + results) * work.itemsize
+    is_small = is_tpu and given + beside < _VECTOR_MEMORY
+    return given + round(beside * (_IN_BOTH if is_small else 1))
 
 
 def _padded(work: Work, lanes: int) -> Work:
@@ -51,11 +53,10 @@ def _numbers(work: Work, branches: Schedules) -> tuple[int, int, int]:
 
 
 def _share(branch: BranchSchedule, is_tpu: bool) -> float:
+    exchanges_tokens = branch.exchange_size > 1 and not branch.exchanges_rows
     if branch.is_local:
-        is_shared = branch.exchange_size > 1 and not branch.exchanges_rows and not is_tpu
-        return _SHARE_EXCHANGED if is_shared else _SHARE
-    is_shared = branch.strategy == "all_gather" or (branch.exchange_size > 1 and not branch.exchanges_rows)
-    return _SHARE_GATHERED if is_shared else _SHARE
+        return _SHARE_EXCHANGED if exchanges_tokens and not is_tpu else _SHARE
+    return _SHARE_GATHERED if exchanges_tokens or branch.strategy == "all_gather" else _SHARE
 
 
 class _Kept(NamedTuple):
@@ -91,16 +92,16 @@ class _Kept(NamedTuple):
             return self._local()
         if self.branch.strategy == "all_gather":
             return self._gathered()
-        return self._travelling() * (_LAID_OUT_ANEW if self.is_tpu else 1)
+        return self._travelling() * (_TRAVELLING_ON_TPU[self.has_gradient] if self.is_tpu else 1)
 
     def _local(self) -> float:
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         branch, row = self.branch, self.row
-        if self.is_tpu:  # where all that kernels read is laid out anew, and their results are
+        if self.is_tpu:
             one, work = branch.of_devices(), self.work
             numbers = one.queries.shard_length * work.num_heads * work.width
             numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
-            return 2.25 * work.batch * numbers * work.itemsize
+            return _LAID_OUT_ANEW[self.has_gradient] * work.batch * numbers * work.itemsize
         rows = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
         is_whole = branch.branch.keeps_all and not branch.traits.rows_last
         return rows * self.has_gradient / 2 if is_whole else rows

@@ -296,6 +296,7 @@ def test_what_a_device_holds():
     assert held("H100", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1)
     # TPUs lay out anew what kernels read, where heads are padded to 128.
     assert held("v5p", head_dim=128) == numbers * 2 * (4 + 3) + round(2.25 * numbers * 2 * 3)
+    assert held("v5p", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1) + round(0.7 * numbers * 2 * 3)
     assert held("v5p", head_dim=128) - held("v5p", head_dim=64) == numbers * (4 + 3)
     assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
 
