@@ -23,11 +23,11 @@ from benchmarks.environment import ROOT, run_module
 from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
-from ringjax._branch import Branch
-from ringjax._call import choose_block_size
-from ringjax._cost import Work, messages
-from ringjax._hlo import permutes
-from ringjax._schedule import make_schedule
+from ringjax._definition.branch import Branch
+from ringjax._forecast.call import choose_block_size
+from ringjax._planner.hlo import permutes
+from ringjax._schedule.cost import Work, messages
+from ringjax._schedule.schedule import make_schedule
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
 LENGTH = 8 * TOKENS

@@ -25,15 +25,15 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
-from ringjax._block import Weighting
-from ringjax._meeting import Meeting, Slots, make_mask
-from ringjax._mosaic import ROWS_BY_KIND, MosaicTpu
-from ringjax._placement import Placement
-from ringjax._plan import Plan
-from ringjax._protocol import Request
-from ringjax._schedule import make_schedule
-from ringjax._tile_list import WHOLE, list_tiles
-from ringjax._tpu import STEP_ROWS
+from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
+from ringjax._kernels.tile_list import WHOLE, list_tiles
+from ringjax._kernels.tpu import STEP_ROWS
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.meeting import Meeting, Slots, make_mask
+from ringjax._meeting.protocol import Request
+from ringjax._mesh.placement import Placement
+from ringjax._ring.plan import Plan
+from ringjax._schedule.schedule import make_schedule
 
 LENGTH, HEADS, WIDTH = 8192, 4, 128
 # The topology of a chip's description, and the products of numbers that its matrix units begin in a cycle.

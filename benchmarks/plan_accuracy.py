@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.timing import save, time_in_turns
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._branch import Branch
-from ringjax._call import Call, recording
-from ringjax._forecast import forecast
-from ringjax._hlo import bytes_sent
-from ringjax._machine import MACHINES
-from ringjax._measure import measure
-from ringjax._strategy import exchange_sizes
+from ringjax._definition.branch import Branch
+from ringjax._forecast.call import Call, recording
+from ringjax._forecast.forecast import forecast
+from ringjax._forecast.machine import MACHINES
+from ringjax._planner.hlo import bytes_sent
+from ringjax._planner.measure import measure
+from ringjax._schedule.strategy import exchange_sizes
 
 COLLECTIVES = {
     "permute": "collective-permute",

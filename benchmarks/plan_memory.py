@@ -20,10 +20,10 @@ from benchmarks.ahead_of_time import OVERLAP, TOPOLOGIES, devices
 from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import Segments, Window, make_mesh, ring_dilated_attention
-from ringjax._branch import Branch
-from ringjax._call import recording
-from ringjax._forecast import forecast
-from ringjax._machine import MACHINES
+from ringjax._definition.branch import Branch
+from ringjax._forecast.call import recording
+from ringjax._forecast.forecast import forecast
+from ringjax._forecast.machine import MACHINES
 
 CHIPS = {"8 H100s": "H100", "v5e:2x4": "v5e"}
 # The tokens of a device. TPUs compute with the fewer ones in their vector memory, and how much of them lies in both

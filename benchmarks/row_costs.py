@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.environment import run_module
 from benchmarks.local_speed import CASES, calls_of
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns
-from ringjax._block import Partial
-from ringjax._layout import Task
-from ringjax._ring import Addends
-from ringjax._shard import WAYS
+from ringjax._meeting.block import Partial
+from ringjax._ring.layout import Task
+from ringjax._ring.ring import Addends
+from ringjax._ring.shard import WAYS
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 

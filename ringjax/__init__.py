@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
-from ringjax._branch import Segments, Window
-from ringjax._device_order import make_mesh
-from ringjax._explain import explain
-from ringjax._mesh_warning import MeshWarning
-from ringjax._padding import pad_to_mesh, unpad
-from ringjax._pattern import DilatedPattern, ReachWarning
-from ringjax._planner import plan
-from ringjax._reference import dilated_attention_reference
+from ringjax._definition.branch import Segments, Window
+from ringjax._definition.pattern import DilatedPattern, ReachWarning
+from ringjax._definition.reference import dilated_attention_reference
+from ringjax._mesh.device_order import make_mesh
+from ringjax._mesh.padding import pad_to_mesh, unpad
+from ringjax._mesh.unused import MeshWarning
+from ringjax._planner.explain import explain
+from ringjax._planner.planner import plan
 from ringjax._weights import attention_weights
 
 if TYPE_CHECKING:

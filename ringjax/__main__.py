@@ -2,7 +2,7 @@
 
 import sys
 
-from ringjax._command import main
+from ringjax._planner.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
-from ringjax._arguments import (
+from ringjax._definition.arguments import (
     check_arrays,
     check_choices,
     check_numbers,
@@ -21,23 +21,23 @@ from ringjax._arguments import (
     read_order,
     read_seed,
 )
-from ringjax._block import Weighting, accumulation_dtype
-from ringjax._branch import Branch
-from ringjax._call import make_call, record
-from ringjax._device import Context
-from ringjax._forecast import schedules_of
-from ringjax._implementation import NAMES, ImplementationName
-from ringjax._machine import machine_of
-from ringjax._mesh import check_mesh, find_mesh
-from ringjax._mesh_warning import warn_of_length, warn_of_mesh
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
-from ringjax._placement import find_placement
-from ringjax._plan import Plan
-from ringjax._promotion import with_own_promotion
-from ringjax._protocol import Request
-from ringjax._rule import ring_attention
-from ringjax._sinks import add_sinks, read_sinks
-from ringjax._strategy import STRATEGIES, Strategy, check_exchange_size
+from ringjax._definition.branch import Branch
+from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
+from ringjax._definition.promotion import with_own_promotion
+from ringjax._definition.sinks import add_sinks, read_sinks
+from ringjax._forecast.call import make_call, record
+from ringjax._forecast.forecast import schedules_of
+from ringjax._forecast.machine import machine_of
+from ringjax._kernels.implementation import NAMES, ImplementationName
+from ringjax._meeting.block import Weighting, accumulation_dtype
+from ringjax._meeting.protocol import Request
+from ringjax._mesh.mesh import check_mesh, find_mesh
+from ringjax._mesh.placement import find_placement
+from ringjax._mesh.unused import warn_of_length, warn_of_mesh
+from ringjax._ring.device import Context
+from ringjax._ring.plan import Plan
+from ringjax._ring.rule import ring_attention
+from ringjax._schedule.strategy import STRATEGIES, Strategy, check_exchange_size
 
 Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
 

@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._branch import Branch
-from ringjax._pattern import DilatedPattern, read_pattern
+from ringjax._definition.branch import Branch
+from ringjax._definition.pattern import DilatedPattern, read_pattern
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}

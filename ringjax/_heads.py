@@ -13,20 +13,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ringjax._arguments import check_choices, check_numbers, read_order
 from ringjax._attention import ring_dilated_attention
-from ringjax._block import Weighting
-from ringjax._cache import Cache, make_cache
-from ringjax._counts import check_count, is_integer
-from ringjax._decode import Decoder
-from ringjax._implementation import NAMES
-from ringjax._mesh import check_mesh
-from ringjax._pattern import DilatedPattern
-from ringjax._placement import find_placement
-from ringjax._promotion import with_own_promotion
-from ringjax._rotary import rotary_embedding
-from ringjax._sharded import token_positions
-from ringjax._strategy import STRATEGIES, check_exchange_size
+from ringjax._decoding.cache import Cache, make_cache
+from ringjax._decoding.decode import Decoder
+from ringjax._definition.arguments import check_choices, check_numbers, read_order
+from ringjax._definition.counts import check_count, is_integer
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._definition.promotion import with_own_promotion
+from ringjax._definition.rotary import rotary_embedding
+from ringjax._kernels.implementation import NAMES
+from ringjax._meeting.block import Weighting
+from ringjax._mesh.mesh import check_mesh
+from ringjax._mesh.placement import find_placement
+from ringjax._mesh.sharded import token_positions
+from ringjax._schedule.strategy import STRATEGIES, check_exchange_size
 
 # Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
 PositionEmbedding = Callable[[Array, Array, bool], Array]

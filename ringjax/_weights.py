@@ -14,13 +14,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ringjax._arguments import check_arrays, check_causal, check_numbers, check_positions, read_documents
-from ringjax._block import accumulation_dtype, shift_of
-from ringjax._branch import Branch
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
-from ringjax._promotion import with_own_promotion
-from ringjax._sharded import take_whole
-from ringjax._sinks import read_sinks
+from ringjax._definition.arguments import check_arrays, check_causal, check_numbers, check_positions, read_documents
+from ringjax._definition.branch import Branch
+from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._definition.promotion import with_own_promotion
+from ringjax._definition.sinks import read_sinks
+from ringjax._meeting.block import accumulation_dtype, shift_of
+from ringjax._mesh.sharded import take_whole
 
 
 class _Meaning(NamedTuple):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import linen
 from jaxtyping import Array, Float
 
-from ringjax._branch import Branch
-from ringjax._cache import Cache
+from ringjax._decoding.cache import Cache
+from ringjax._definition.branch import Branch
+from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
     Settings,
@@ -22,9 +23,8 @@ from ringjax._heads import (
     normalize_inner,
     output_sharding,
 )
-from ringjax._implementation import ImplementationName
-from ringjax._pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
-from ringjax._strategy import Strategy
+from ringjax._kernels.implementation import ImplementationName
+from ringjax._schedule.strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
 

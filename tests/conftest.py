@@ -25,9 +25,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 
 # The modules with shapes in their annotations; of the rest, integers, the type checker sees all that there is to see.
-SOURCES = (Path(__file__).parent.parent / "ringjax").glob("*.py")
-SHAPED = [f"ringjax.{path.stem}" for path in SOURCES if "from jaxtyping import" in path.read_text()]
-assert {"ringjax._attention", "ringjax._block", "ringjax.nn"} <= {*SHAPED}
+ROOT = Path(__file__).parent.parent
+SOURCES = [path for path in (ROOT / "ringjax").rglob("*.py") if "from jaxtyping import" in path.read_text()]
+SHAPED = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES]
+assert {"ringjax._attention", "ringjax._meeting.block", "ringjax.nn"} <= {*SHAPED}
 with install_import_hook(SHAPED, "shape_checks.check"):
     import ringjax  # noqa: F401
 

@@ -34,12 +34,12 @@ from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
-from ringjax._cost import Work, messages
-from ringjax._hlo import bytes_sent
-from ringjax._implementation import IMPLEMENTATIONS
-from ringjax._mosaic import FIRST_JAX
-from ringjax._schedule import make_schedule
-from ringjax._strategy import schedules_with
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.mosaic import FIRST_JAX
+from ringjax._planner.hlo import bytes_sent
+from ringjax._schedule.cost import Work, messages
+from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.strategy import schedules_with
 
 pytestmark = pytest.mark.aot
 

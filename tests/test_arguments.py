@@ -13,7 +13,7 @@ from oracle import make_mesh
 
 import ringjax
 from ringjax import ring_dilated_attention
-from ringjax._arguments import read_ids, read_order
+from ringjax._definition.arguments import read_ids, read_order
 
 PATTERN = {"segment_lengths": (4,), "dilation_rates": (1,)}
 SHAPES = {"query": (1, 8, 4, 6), "key": (1, 8, 2, 6), "value": (1, 8, 2, 5)}

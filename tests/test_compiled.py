@@ -13,13 +13,13 @@ from oracle import make_mesh
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._block import Weighting
-from ringjax._cost import RowBytes, Work, messages, queries_travel
-from ringjax._hlo import permutes
-from ringjax._meeting import Meeting, Slots, make_mask, see_keys, see_queries
-from ringjax._placement import Placement
-from ringjax._plan import Plan
-from ringjax._schedule import make_schedule
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.meeting import Meeting, Slots, make_mask, see_keys, see_queries
+from ringjax._mesh.placement import Placement
+from ringjax._planner.hlo import permutes
+from ringjax._ring.plan import Plan
+from ringjax._schedule.cost import RowBytes, Work, messages, queries_travel
+from ringjax._schedule.schedule import make_schedule
 
 HEADS, WIDTH = 2, 6
 FLOAT = 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 import ringjax
-from ringjax._device_order import is_round, round_walk, snake
+from ringjax._mesh.device_order import is_round, round_walk, snake
 
 NAMES = ("data", "fsdp", "seq", "tensor")
 

@@ -26,7 +26,7 @@ from oracle import make_mesh
 import ringjax
 from benchmarks.__main__ import RESULTS, page_of_results
 from ringjax import ring_dilated_attention
-from ringjax._command import main
+from ringjax._planner.command import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import AxisType
 from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
 
-from ringjax import _rows, ring_dilated_attention
-from ringjax._xla import Xla
+from ringjax import ring_dilated_attention
+from ringjax._kernels.xla import Xla
+from ringjax._meeting.rows import put_selected, put_slices, take_selected, take_slices, take_vectors
 
 # Lengths, segment lengths and rates: local, rings, sub-rings of unequal size, straddling, short, longer than all.
 PATTERNS = {
@@ -103,13 +104,13 @@ def test_slices_vectors_and_selections_of_rows_are_the_same():
     rng = np.random.default_rng(0)
     split, rows = jnp.asarray(rng.normal(size=(2, 5, 3, 4, 6))), jnp.asarray(rng.normal(size=(2, 5, 4, 6)))
     for offset in (jnp.array([1], jnp.uint32), jnp.array([0, 1, 2, 0], jnp.uint32)):
-        taken = _rows.take_slices(split, offset)
-        np.testing.assert_array_equal(taken, _rows.take_selected(split, offset))
-        np.testing.assert_array_equal(taken, _rows.take_vectors(split, offset))
+        taken = take_slices(split, offset)
+        np.testing.assert_array_equal(taken, take_selected(split, offset))
+        np.testing.assert_array_equal(taken, take_vectors(split, offset))
         np.testing.assert_array_equal(taken[:, :, 1], split[:, :, 1, 1])
         for combine in (jnp.add, lambda token, row: row):
-            put = _rows.put_slices(split, rows, offset, combine=combine)
-            np.testing.assert_array_equal(put, _rows.put_selected(split, rows, offset, combine=combine))
+            put = put_slices(split, rows, offset, combine=combine)
+            np.testing.assert_array_equal(put, put_selected(split, rows, offset, combine=combine))
             np.testing.assert_array_equal(put[:, :, 1, 1], combine(taken, rows)[:, :, 1])
 
 

@@ -13,13 +13,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import assert_close, loss, make_mesh, random_arguments, reference_results, ring_results, with_gradients
 
-from ringjax import Segments, Window, _cudnn, _fused, nn, ring_dilated_attention
-from ringjax._block import Keys
-from ringjax._fused import Fused, FusedQueries
-from ringjax._implementation import IMPLEMENTATIONS
-from ringjax._pieces import Pairs
-from ringjax._protocol import Request
-from ringjax._spans import Span
+from ringjax import Segments, Window, nn, ring_dilated_attention
+from ringjax._kernels import cudnn, fused
+from ringjax._kernels.fused import Fused, FusedQueries
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.pieces import Pairs
+from ringjax._kernels.spans import Span
+from ringjax._meeting.block import Keys
+from ringjax._meeting.protocol import Request
 
 
 class DenseKernel:
@@ -175,7 +176,7 @@ SPANS = {
     ("name", "is_causal"), [*((name, True) for name in SPANS), ("halo", False), ("around", False), ("padded", False)]
 )
 def test_spans_equal_oracle(kernel, monkeypatch, name, is_causal):
-    monkeypatch.setattr(_fused, "MOST_SPANS", (2, 3))
+    monkeypatch.setattr(fused, "MOST_SPANS", (2, 3))
     has_documents = is_causal or name != "padded"
     length, segment_lengths, shards = SPANS[name]
     arguments = {"segment_lengths": segment_lengths, "dilation_rates": (1,) * len(segment_lengths)}
@@ -374,12 +375,12 @@ def test_under_vmap_and_in_a_module(kernel):
 )
 def test_what_cudnn_cannot_compute(dtype, width, platform, words):
     array = jax.ShapeDtypeStruct((1, 8, 2, width), dtype)
-    assert words in _cudnn.obstacle(array, array, array, platform)
+    assert words in cudnn.obstacle(array, array, array, platform)
 
 
 def test_what_cudnn_can_compute():
     array = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.bfloat16)
-    assert _cudnn.obstacle(array, array, array, "cuda") is None
+    assert cudnn.obstacle(array, array, array, "cuda") is None
     other = jax.ShapeDtypeStruct((1, 8, 2, 128), jnp.float16)
     for arrays in ((array, other, array), (array, array, other)):
         reason = Request(*arrays, "cuda").obstacle_to_kernels()
@@ -389,8 +390,8 @@ def test_what_cudnn_can_compute():
 @pytest.mark.parametrize(("most", "fits"), [(128, (128, None)), (256, (256, 136))])
 def test_widths_by_capability(most, fits, monkeypatch):
     """Up to 128, from Hopper on up to 256; with the cotangent of an lse by eight columns less."""
-    monkeypatch.setattr(_cudnn, "_most_width", lambda: most)
-    obstacle = lambda width, *widening: _cudnn.obstacle(
+    monkeypatch.setattr(cudnn, "_most_width", lambda: most)
+    obstacle = lambda width, *widening: cudnn.obstacle(
         *[jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)] * 3, "cuda", *widening
     )
     assert all(obstacle(width) is None for width in fits if width)
@@ -449,11 +450,11 @@ def test_jax_binds_the_primitives_as_they_are_used_here():
     """Traced alone: shapes and dtypes of both directions, with grouped heads."""
     of = lambda heads, length: jax.ShapeDtypeStruct((3, length, heads, 64), jnp.bfloat16)
     query, key, lse = of(4, 16), of(2, 8), jax.ShapeDtypeStruct((3, 16, 4), jnp.float32)
-    out, row = jax.eval_shape(lambda *arrays: _cudnn.attend(*arrays, Pairs(is_causal=True), 0.5), query, key, key)
+    out, row = jax.eval_shape(lambda *arrays: cudnn.attend(*arrays, Pairs(is_causal=True), 0.5), query, key, key)
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert (row.shape, row.dtype) == (lse.shape, lse.dtype)
     grads = jax.eval_shape(
-        lambda query, key, lse: _cudnn.differentiate(
+        lambda query, key, lse: cudnn.differentiate(
             FusedQueries(query, query, query, lse), Keys(key, key), Pairs(), 0.5
         ),
         query,
@@ -464,7 +465,7 @@ def test_jax_binds_the_primitives_as_they_are_used_here():
 
     # And under vmap, of some of the arrays too.
     several = jax.ShapeDtypeStruct((5, *query.shape), query.dtype)
-    attend = jax.vmap(lambda *arrays: _cudnn.attend(*arrays, Pairs(is_causal=True), 0.5), (0, None, None))
+    attend = jax.vmap(lambda *arrays: cudnn.attend(*arrays, Pairs(is_causal=True), 0.5), (0, None, None))
     out, row = jax.eval_shape(attend, several, key, key)
     assert (out.shape, row.shape) == ((5, *query.shape), (5, *lse.shape))
 
@@ -510,9 +511,9 @@ class Emulated:
 def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
     """The numbers of a row are in a batch of its span, counted from that span's first row; batches that are too large
     are cut."""
-    monkeypatch.setattr(_cudnn, "_MOST_NUMBERS", most_numbers)
+    monkeypatch.setattr(cudnn, "_MOST_NUMBERS", most_numbers)
     for direction in ("fwd", "bwd"):
-        monkeypatch.setattr(_cudnn._jax, f"_dot_product_attention_{direction}_p_wrapper", Emulated(direction))
+        monkeypatch.setattr(cudnn._jax, f"_dot_product_attention_{direction}_p_wrapper", Emulated(direction))
     rng = np.random.default_rng(0)
     query, key, value, out_grad = (jnp.asarray(rng.normal(size=(2, rows, 3, 4))) for rows in (11, 9, 9, 11))
     of = lambda start, length: Span(jnp.array(start, jnp.int32), jnp.array(length, jnp.int32))
@@ -521,8 +522,8 @@ def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
 
         @jax.jit
         def results(some):
-            pairs, kernels = Pairs(is_causal, None, some), (_cudnn, DenseKernel())
-            out, lse = _cudnn.attend(query, key, value, pairs, 0.5)
+            pairs, kernels = Pairs(is_causal, None, some), (cudnn, DenseKernel())
+            out, lse = cudnn.attend(query, key, value, pairs, 0.5)
             queries = FusedQueries(query, out_grad, out, jnp.where(lse == -jnp.inf, jnp.inf, lse))
             outs = [kernel.attend(query, key, value, pairs, 0.5) for kernel in kernels]
             grads = [kernel.differentiate(queries, Keys(key, value), pairs, 0.5) for kernel in kernels]
@@ -534,45 +535,45 @@ def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
 
 
 def test_one_sequence_that_is_too_large(monkeypatch):
-    monkeypatch.setattr(_cudnn, "_MOST_NUMBERS", 100)
+    monkeypatch.setattr(cudnn, "_MOST_NUMBERS", 100)
     array, span = jnp.zeros((1, 16, 1, 8)), Span(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="takes 100 numbers at most of one sequence with documents .*: shard it over"):
-        _cudnn.attend(array, array, array, Pairs(spans=(span, span)), 1.0)
+        cudnn.attend(array, array, array, Pairs(spans=(span, span)), 1.0)
 
 
 def test_what_rows_of_several_documents_need(monkeypatch):
     """As many heads of keys, where jax counts the offsets of keys by the heads of queries."""
     arrays = [jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
-    assert _cudnn.obstacle(*arrays, "cuda") is None
-    is_newer = "score_mod" in inspect.signature(_cudnn._jax._dot_product_attention_fwd_impl).parameters
+    assert cudnn.obstacle(*arrays, "cuda") is None
+    is_newer = "score_mod" in inspect.signature(cudnn._jax._dot_product_attention_fwd_impl).parameters
     words = (
         None if is_newer else "before jax 0.12, rows of several documents need as many key/value heads as query heads"
     )
-    assert _cudnn.obstacle(*arrays, "cuda", has_spans=True) == words
-    assert _cudnn.obstacle(arrays[0], arrays[0], arrays[0], "cuda", has_spans=True) is None
+    assert cudnn.obstacle(*arrays, "cuda", has_spans=True) == words
+    assert cudnn.obstacle(arrays[0], arrays[0], arrays[0], "cuda", has_spans=True) is None
 
 
 def test_the_guard_against_other_versions_of_jax(monkeypatch):
-    whole = _cudnn._jax
-    assert _cudnn._find_missing(whole) is None
+    whole = cudnn._jax
+    assert cudnn._find_missing(whole) is None
     without = types.SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != "MaskType"})
-    assert _cudnn._find_missing(without) == "this version of jax has no MaskType"
+    assert cudnn._find_missing(without) == "this version of jax has no MaskType"
     other = types.SimpleNamespace(**vars(whole))
     other._dot_product_attention_bwd_impl = lambda query, key, value, scale: None
-    assert "other parameters" in _cudnn._find_missing(other)
+    assert "other parameters" in cudnn._find_missing(other)
     other._dot_product_attention_bwd_impl = lambda query, key: None
-    assert "other parameters" in _cudnn._find_missing(other)
+    assert "other parameters" in cudnn._find_missing(other)
 
     # Then everything else is computed all the same, with one warning in all.
-    monkeypatch.setattr(_cudnn, "_jax", None)
-    _cudnn._missing.cache_clear()
+    monkeypatch.setattr(cudnn, "_jax", None)
+    cudnn._missing.cache_clear()
     array = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     with pytest.warns(UserWarning, match="cuDNN's attention is not used: this version of jax has no MaskType"):
-        assert _cudnn.obstacle(array, array, array, "cuda") == "this version of jax has no MaskType"
+        assert cudnn.obstacle(array, array, array, "cuda") == "this version of jax has no MaskType"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _cudnn.obstacle(array, array, array, "cuda") == "this version of jax has no MaskType"
-    _cudnn._missing.cache_clear()
+        assert cudnn.obstacle(array, array, array, "cuda") == "this version of jax has no MaskType"
+    cudnn._missing.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -587,5 +588,5 @@ def test_machines_that_lack_something(capability, library, lacking):
     module = types.SimpleNamespace(
         check_compute_capability=lambda needed: capability, check_cudnn_version=check_cudnn_version
     )
-    found = _cudnn._find_lacking(module)
+    found = cudnn._find_lacking(module)
     assert found == lacking if lacking is None else lacking in found

@@ -7,204 +7,179 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ringjax"
 
-# What each module may import of this package. A reference must not share bugs: it sees the pattern, which weights are
-# dropped, which is part of the definition, and what is refused.
-ALLOWED = {
-    "_branch": {"_counts"},
-    "_counts": set(),
-    "_traits": set(),
-    "_warning": set(),
-    "_pattern": {"_branch", "_counts", "_warning"},
-    "_dropout": set(),
-    "_sinks": set(),
-    "_reference": {"_arguments", "_branch", "_dropout", "_pattern", "_promotion"},
-    "_side": {"_branch"},
-    "_schedule": {"_branch", "_pattern", "_side", "_traits"},
-    "_cost": {"_pattern", "_schedule", "_side"},
-    "_strategy": {"_counts", "_schedule"},
-    "_mask": set(),
-    "_block": {"_dropout", "_mask"},
-    "_rows": {"_schedule", "_side"},
-    "_meeting": {"_branch", "_dropout", "_mask", "_rows", "_schedule", "_side"},
-    "_protocol": {"_block", "_meeting", "_schedule", "_side", "_traits"},
-    "_xla": {"_block", "_meeting", "_protocol", "_schedule", "_side", "_traits"},
-    "_spans": set(),
-    "_pieces": {"_block", "_branch", "_meeting", "_schedule", "_spans"},
-    "_fused": {"_block", "_meeting", "_pieces", "_protocol", "_schedule", "_side", "_traits"},
-    "_cudnn": {"_block", "_fused", "_pieces", "_spans", "_warning"},
-    "_tile_list": {"_mask"},
-    "_operands": {"_block", "_mask"},
-    "_tpu_call": {"_mask", "_operands", "_tile_list"},
-    "_tpu": {"_block", "_dropout", "_mask", "_operands", "_tile_list", "_tpu_call"},
-    "_gpu_call": {"_operands", "_tile_list"},
-    "_gpu": {"_block", "_dropout", "_gpu_call", "_mask", "_operands"},
-    "_mosaic": {
-        "_block",
-        "_gpu",
-        "_mask",
-        "_meeting",
-        "_operands",
-        "_protocol",
-        "_schedule",
-        "_side",
-        "_tpu",
-        "_traits",
-    },
-    "_implementation": {"_cudnn", "_fused", "_mosaic", "_protocol", "_schedule", "_warning", "_xla"},
-    "_axes": set(),
-    "_mesh": set(),
-    "_placement": {"_axes", "_mesh"},
-    "_mesh_warning": {"_mesh", "_placement", "_warning"},
-    "_sharded": {"_axes", "_placement"},
-    "_order": set(),
-    "_promotion": set(),
-    "_exchange": {"_order"},
-    "_plan": {
-        "_block",
-        "_exchange",
-        "_implementation",
-        "_meeting",
-        "_pattern",
-        "_placement",
-        "_protocol",
-        "_rows",
-        "_schedule",
-    },
-    "_layout": {"_block", "_exchange", "_meeting", "_order", "_plan", "_protocol", "_rows", "_schedule", "_side"},
-    "_ring": {"_cost", "_layout", "_meeting", "_order", "_schedule"},
-    "_gather": {"_layout", "_meeting", "_ring"},
-    "_addition": {"_layout", "_plan"},
-    "_shard": {"_addition", "_block", "_gather", "_layout", "_meeting", "_plan", "_ring", "_rows"},
-    "_device": {"_block", "_implementation", "_order", "_plan", "_shard"},
-    "_rule": {"_device", "_plan", "_promotion"},
-    "_arguments": {"_branch", "_counts", "_dropout"},
-    "_machine": {"_cost"},
-    "_call": {"_block", "_cost", "_implementation", "_pattern", "_protocol", "_schedule", "_strategy"},
-    "_memory": {"_cost", "_schedule", "_strategy"},
-    "_forecast": {"_call", "_cost", "_machine", "_memory", "_schedule", "_strategy"},
-    "_planner": {
-        "_arguments",
-        "_branch",
-        "_call",
-        "_counts",
-        "_forecast",
-        "_implementation",
-        "_machine",
-        "_pattern",
-        "_protocol",
-        "_strategy",
-    },
-    "_pictures": {"_branch", "_pattern", "_schedule"},
-    "_hlo": set(),
-    "_compiled": {"_attention", "_device_order", "_forecast", "_hlo", "_mesh", "_planner"},
-    "_measure": {"_machine", "_mesh"},
-    "_command": {"_branch", "_compiled", "_machine", "_measure", "_pattern", "_pictures", "_planner"},
-    "__main__": {"_command"},
-    "_explain": {"_attention", "_call", "_forecast", "_machine", "_mesh_warning", "_pattern", "_placement", "_planner"},
-    "_attention": {
-        "_arguments",
-        "_block",
-        "_branch",
-        "_call",
-        "_device",
-        "_forecast",
-        "_implementation",
-        "_machine",
-        "_mesh",
-        "_mesh_warning",
-        "_pattern",
-        "_placement",
-        "_plan",
-        "_promotion",
-        "_protocol",
-        "_rule",
-        "_schedule",
-        "_sinks",
-        "_strategy",
-    },
-    "_weights": {"_arguments", "_block", "_branch", "_pattern", "_promotion", "_sharded", "_sinks"},
-    "_attention_fn": {"_attention", "_branch", "_pattern"},
-    "_padding": {"_arguments", "_axes", "_counts", "_mesh"},
-    "_cache": {"_branch", "_counts", "_mesh", "_pattern", "_sharded"},
-    "_decode": {"_block", "_branch", "_cache", "_order", "_pattern", "_placement", "_sinks"},
-    "_rotary": set(),
-    "_device_order": {"_counts"},
-    "_heads": {
-        "_arguments",
-        "_attention",
-        "_block",
-        "_cache",
-        "_counts",
-        "_decode",
-        "_implementation",
-        "_mesh",
-        "_pattern",
-        "_placement",
-        "_promotion",
-        "_rotary",
-        "_sharded",
-        "_strategy",
-    },
-    "nn": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
-    "linen": {"_branch", "_cache", "_heads", "_implementation", "_pattern", "_strategy"},
-    "__init__": {
-        "_attention",
-        "_attention_fn",
-        "_branch",
-        "_device_order",
-        "_explain",
-        "_mesh_warning",
-        "_padding",
-        "_pattern",
-        "_planner",
-        "_reference",
-        "_weights",
-        "linen",
-        "nn",
-    },
+# The folders of the package from the bottom up: the folders that each may import, and what each of its modules may of
+# the others in it. The folder "" is the package itself, with the faces that users see.
+FOLDERS = {
+    "_definition": (
+        set(),
+        {
+            "counts": set(),
+            "dropout": set(),
+            "promotion": set(),
+            "rotary": set(),
+            "sinks": set(),
+            "warning": set(),
+            "branch": {"counts"},
+            "pattern": {"branch", "counts", "warning"},
+            "arguments": {"branch", "counts", "dropout"},
+            # A reference must not share bugs: it sees the pattern, what is dropped, and what is refused.
+            "reference": {"arguments", "branch", "dropout", "pattern", "promotion"},
+        },
+    ),
+    "_schedule": (
+        {"_definition"},
+        {
+            "side": set(),
+            "traits": set(),
+            "schedule": {"side", "traits"},
+            "cost": {"schedule", "side"},
+            "strategy": {"schedule"},
+        },
+    ),
+    "_mesh": (
+        {"_definition"},
+        {
+            "axes": set(),
+            "device_order": set(),
+            "mesh": set(),
+            "order": set(),
+            "padding": {"axes", "mesh"},
+            "placement": {"axes", "mesh"},
+            "sharded": {"axes", "placement"},
+            "unused": {"mesh", "placement"},
+        },
+    ),
+    "_meeting": (
+        {"_definition", "_schedule"},
+        {
+            "mask": set(),
+            "rows": set(),
+            "block": {"mask"},
+            "meeting": {"mask", "rows"},
+            "protocol": {"block", "meeting"},
+        },
+    ),
+    "_kernels": (
+        {"_definition", "_schedule", "_meeting"},
+        {
+            "xla": set(),
+            "spans": set(),
+            "pieces": {"spans"},
+            "fused": {"pieces"},
+            "cudnn": {"fused", "pieces", "spans"},
+            "operands": set(),
+            "tile_list": set(),
+            "tpu_call": {"operands", "tile_list"},
+            "tpu": {"operands", "tile_list", "tpu_call"},
+            "gpu_call": {"operands", "tile_list"},
+            "gpu": {"gpu_call", "operands"},
+            "mosaic": {"gpu", "operands", "tpu"},
+            "implementation": {"cudnn", "fused", "mosaic", "xla"},
+        },
+    ),
+    "_ring": (
+        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels"},
+        {
+            "exchange": set(),
+            "plan": {"exchange"},
+            "layout": {"exchange", "plan"},
+            "ring": {"layout"},
+            "gather": {"layout", "ring"},
+            "addition": {"layout", "plan"},
+            "shard": {"addition", "gather", "layout", "plan", "ring"},
+            "device": {"plan", "shard"},
+            "rule": {"device", "plan"},
+        },
+    ),
+    "_decoding": ({"_definition", "_mesh", "_meeting"}, {"cache": set(), "decode": {"cache"}}),
+    "_forecast": (
+        {"_definition", "_schedule", "_meeting", "_kernels"},
+        {"call": set(), "machine": set(), "memory": set(), "forecast": {"call", "machine", "memory"}},
+    ),
+    "": (
+        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_ring", "_decoding", "_forecast"},
+        {
+            "_attention": set(),
+            "_attention_fn": {"_attention"},
+            "_weights": set(),
+            "_heads": {"_attention"},
+            "linen": {"_heads"},
+            "nn": {"_heads"},
+        },
+    ),
+    "_planner": (
+        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_forecast", "_attention"},
+        {
+            "hlo": set(),
+            "measure": set(),
+            "pictures": set(),
+            "planner": set(),
+            "compiled": {"hlo", "planner"},
+            "explain": {"planner"},
+            "command": {"compiled", "measure", "pictures", "planner"},
+        },
+    ),
 }
+MODULES = [f"{folder}/{module}".removeprefix("/") for folder, (_, modules) in FOLDERS.items() for module in modules]
+# Names for users, and the command: above all folders.
+ROOFS = {"__init__", "__main__"}
 # The modules that are integers alone, and those that may name a mesh axis.
-WITHOUT_JAX = {"_branch", "_pattern", "_side", "_traits", "_schedule", "_cost", "_strategy", "_machine", "_memory"}
-WITHOUT_JAX |= {"_pictures", "_command"}
-WITH_AXES = {"_axes", "_mesh", "_placement", "_sharded", "_plan", "_exchange", "_cache", "_heads", "_padding"}
-WITH_AXES |= {"_measure", "_compiled", "_device_order"}
+WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
+WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]} | {"_forecast/machine", "_forecast/memory"}
+WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
+WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention"}
+WITH_AXES |= {"_planner/measure", "_planner/compiled"}
 
 
 def imports(path: Path) -> set[str]:
+    """The modules, as paths without endings, and the packages of others that a module imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {
-                f"{node.module}.{alias.name}" if node.module == "ringjax" else node.module for alias in node.names
-            }
+            is_room = node.module.startswith("ringjax") and (PACKAGE.parent / node.module.replace(".", "/")).is_dir()
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_room else {node.module}
     return names
 
 
 def test_the_table_is_complete():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == set(ALLOWED)
+    found = {str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py")}
+    assert {name for name in found if not name.endswith("/__init__")} == {*MODULES} | ROOFS
 
 
-@pytest.mark.parametrize("module", ALLOWED)
-def test_imports_run_downwards(module):
-    names = imports(PACKAGE / f"{module}.py")
-    own = {name.removeprefix("ringjax.") for name in names if name.startswith("ringjax")}
-    assert own <= ALLOWED[module]
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_downwards(name):
+    folder, _, module = name.rpartition("/")
+    folders, modules = FOLDERS[folder]
+    names = imports(PACKAGE / f"{name}.py")
+    for own in (name.split(".")[1:] for name in names if name.startswith("ringjax")):
+        parts = own if len(own) == 2 else ["", *own]
+        assert parts[1] in modules[module] if parts[0] == folder else (parts[0] or parts[1]) in folders, own
     foreign = {name.split(".")[0] for name in names} - {"ringjax"}
-    if module in WITHOUT_JAX:
+    if name in WITHOUT_JAX:
         assert "jax" not in foreign
-    if module not in WITH_AXES | {"_attention"}:
+    if name not in WITH_AXES:
         assert not any(name.startswith("jax.sharding") for name in names)
 
 
-@pytest.mark.parametrize("module", ALLOWED)
-def test_modules_state_their_job(module):
-    source = (PACKAGE / f"{module}.py").read_text()
-    assert ast.get_docstring(ast.parse(source)).splitlines()[0].endswith((".", ":"))
+def test_folders_stand_on_folders_below():
+    below = set()
+    for folder, (folders, modules) in FOLDERS.items():
+        assert folders <= below
+        below |= {folder} if folder else {*modules}
+        inside = set()
+        for module, others in modules.items():
+            assert others <= inside
+            inside |= {module}
 
 
-@pytest.mark.parametrize("module", ALLOWED)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_state_their_job(path):
+    assert ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].endswith((".", ":"))
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_functions_inside_others_have_no_shapes(module):
     """The tests check the shapes of functions that are defined once, see `shape_checks`."""
     is_function = lambda node: isinstance(node, ast.FunctionDef)

@@ -13,7 +13,7 @@ from oracle import make_mesh
 
 import ringjax
 from benchmarks.programs import has_dimension
-from ringjax._rotary import rotary_embedding
+from ringjax._definition.rotary import rotary_embedding
 
 LENGTH, WIDTH = 16, 24
 PATTERN = {"segment_lengths": (4, 16), "dilation_rates": (1, 2), "is_causal": True}

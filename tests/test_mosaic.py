@@ -11,17 +11,18 @@ from jax.sharding import AxisType
 from oracle import make_mesh, random_arguments, reference_results, ring_results
 from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_reference
 
-from ringjax import DilatedPattern, Segments, Window, _tpu_call, ring_dilated_attention
-from ringjax._block import Weighting
-from ringjax._implementation import IMPLEMENTATIONS
-from ringjax._mask import Visits
-from ringjax._meeting import Meeting, Slots, make_mask
-from ringjax._mosaic import MosaicTpu
-from ringjax._placement import Placement
-from ringjax._plan import Plan
-from ringjax._protocol import Request
-from ringjax._schedule import make_schedule
-from ringjax._tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
+from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
+from ringjax._kernels import tpu_call
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.mosaic import MosaicTpu
+from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.mask import Visits
+from ringjax._meeting.meeting import Meeting, Slots, make_mask
+from ringjax._meeting.protocol import Request
+from ringjax._mesh.placement import Placement
+from ringjax._ring.plan import Plan
+from ringjax._schedule.schedule import make_schedule
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ TILES = {
 def test_tiles_equal_oracle(name, most_entries, monkeypatch):
     """Also where scalar memory holds the lists of few tiles only."""
     if most_entries:
-        monkeypatch.setattr(_tpu_call, "MAX_ENTRIES", most_entries)
+        monkeypatch.setattr(tpu_call, "MAX_ENTRIES", most_entries)
     arguments = {"is_causal": True, "block_size": 128, "num_heads": (2, 1), "shards": 1, **TILES[name]}
     mesh = make_mesh(seq=arguments["shards"]) if arguments["shards"] > 1 else None
     check(make_arrays(**arguments), mesh, **arguments)

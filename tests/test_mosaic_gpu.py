@@ -18,14 +18,14 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._block import Weighting
-from ringjax._implementation import IMPLEMENTATIONS
-from ringjax._mask import KeyMask, Mask, QueryMask, Visits
-from ringjax._mosaic import FIRST_JAX, MosaicGpu
-from ringjax._operands import Given, Stats
-from ringjax._protocol import Request
-from ringjax._schedule import make_schedule
-from ringjax._tile_list import find_stretches, list_tiles, staying
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.mosaic import FIRST_JAX, MosaicGpu
+from ringjax._kernels.operands import Given, Stats
+from ringjax._kernels.tile_list import find_stretches, list_tiles, staying
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.mask import KeyMask, Mask, QueryMask, Visits
+from ringjax._meeting.protocol import Request
+from ringjax._schedule.schedule import make_schedule
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < FIRST_JAX, reason="the kernels need a newer jax")
 
@@ -93,7 +93,7 @@ def make_call(count):
 @needs_kernels
 def test_results_of_other_keys_are_continued(interpret):
     """In two steps of a ring, the second of which has nothing for half of the queries, as in one."""
-    from ringjax import _gpu  # noqa: PLC0415
+    from ringjax._kernels import gpu  # noqa: PLC0415
 
     ((query, key, value, out_grad), mask), weighting = make_call(2), Weighting(0.3)
     halves = [(slice(0, 1), slice(0, 128)), (slice(1, 2), slice(128, 256))]
@@ -101,19 +101,19 @@ def test_results_of_other_keys_are_continued(interpret):
     parts = [
         given._replace(key=key[:, :, rows], value=value[:, :, rows], mask=part_of(mask, tile)) for tile, rows in halves
     ]
-    (out, lse), partial = _gpu.forward(given), None
+    (out, lse), partial = gpu.forward(given), None
     for part in parts:
-        partial = _gpu.forward(part, partial)
+        partial = gpu.forward(part, partial)
     np.testing.assert_allclose(partial[0], out, atol=1e-5)
     np.testing.assert_allclose(partial[1], lse, atol=1e-5)
 
     more = {"out_grad": out_grad, "stats": Stats(lse, jnp.sum(out * out_grad, axis=-1))}
     given, parts = given._replace(**more), [part._replace(**more) for part in parts]
-    query_grad, keys_grad = _gpu.backward_queries(given), _gpu.backward_keys(given)
+    query_grad, keys_grad = gpu.backward_queries(given), gpu.backward_keys(given)
     found, doubled = None, []
     for part in parts:
-        found = (_gpu.backward_queries(part, found),)
-        doubled.append(_gpu.backward_keys(part, _gpu.backward_keys(part)))
+        found = (gpu.backward_queries(part, found),)
+        doubled.append(gpu.backward_keys(part, gpu.backward_keys(part)))
     np.testing.assert_allclose(found[0], query_grad, atol=1e-5)
     for one, other in zip(map(np.concatenate, zip(*doubled, strict=True)), keys_grad, strict=True):
         np.testing.assert_allclose(one.reshape(other.shape), 2 * other, atol=1e-5)
@@ -122,12 +122,12 @@ def test_results_of_other_keys_are_continued(interpret):
 @needs_kernels
 def test_what_does_not_meet_counts_nothing(interpret):
     """Though the masks of rows would let it attend: a shard that comes round again."""
-    from ringjax import _gpu  # noqa: PLC0415
+    from ringjax._kernels import gpu  # noqa: PLC0415
 
     (query, key, value, _), mask = make_call(2)
     visits = Visits(*(array.at[:, 1].set(False) for array in mask.visits))
     mask = dataclasses.replace(mask, visits=visits)
-    out, lse = _gpu.forward(Given(query, key, value, mask, Weighting(1.0), interpret))
+    out, lse = gpu.forward(Given(query, key, value, mask, Weighting(1.0), interpret))
     assert np.isfinite(lse[:, :, :128]).all()
     assert (lse[:, :, 128:] == -np.inf).all()
     assert not out[:, :, 128:].any()
@@ -139,21 +139,21 @@ def test_nothing_is_replaced_before_it_is_read(monkeypatch):
     """The stages of shared memory are used again from the third step on, in any order of the threads."""
     from jax.experimental.pallas import mosaic_gpu  # noqa: PLC0415
 
-    from ringjax import _gpu, _gpu_call  # noqa: PLC0415
+    from ringjax._kernels import gpu, gpu_call  # noqa: PLC0415
 
-    release = _gpu_call.Step.release
+    release = gpu_call.Step.release
 
     def release_after_reading(step, number):
         # What the interpreter reads for products is not read by the matrix unit, and needs a fence.
         mosaic_gpu.commit_smem()
         release(step, number)
 
-    monkeypatch.setattr(_gpu_call.Step, "release", release_after_reading)
+    monkeypatch.setattr(gpu_call.Step, "release", release_after_reading)
     (arrays, mask), parameters = make_call(4), mosaic_gpu.InterpretGPUParams(detect_races=True)
     given = Given(*arrays[:3], mask, Weighting(0.3), parameters)
-    out, lse = _gpu.forward(given)
+    out, lse = gpu.forward(given)
     given = given._replace(out_grad=arrays[3], stats=Stats(lse, jnp.sum(out * arrays[3], axis=-1)))
-    grads = _gpu.backward_queries(given), *_gpu.backward_keys(given)
+    grads = gpu.backward_queries(given), *gpu.backward_keys(given)
     assert all(np.isfinite(grad).all() for grad in grads)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 import ringjax
-from ringjax._mesh_warning import warn_of_whole
+from ringjax._mesh.unused import warn_of_whole
 
 LENGTH, WIDTH = 13, 16
 

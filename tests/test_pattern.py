@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ringjax import DilatedPattern, ReachWarning, Segments, Window, ring_dilated_attention
-from ringjax._pattern import read_pattern
+from ringjax._definition.pattern import read_pattern
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
 

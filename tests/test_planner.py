@@ -16,10 +16,10 @@ from oracle import make_mesh, random_arguments
 import ringjax
 from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
-from ringjax._command import main
-from ringjax._cost import messages
-from ringjax._machine import MACHINES, machine_of
-from ringjax._placement import find_placement
+from ringjax._forecast.machine import MACHINES, machine_of
+from ringjax._mesh.placement import find_placement
+from ringjax._planner.command import main
+from ringjax._schedule.cost import messages
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
 LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
@@ -244,7 +244,7 @@ def test_devices_are_known_by_their_kinds(platform, kind, name):
 
 def test_measured_figures_serve(tmp_path, monkeypatch):
     for name in ("_ROUNDS", "_STEPS"):
-        monkeypatch.setattr(f"ringjax._measure.{name}", 1)
+        monkeypatch.setattr(f"ringjax._planner.measure.{name}", 1)
     path = tmp_path / "figures.json"
     assert main(["plan", "--measure", str(path)]) == 0
     comparison = plan(LONGNET, num_tokens=32768, num_heads=8, dtype="float32", device=str(path))

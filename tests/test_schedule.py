@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax import DilatedPattern, Segments, Window
-from ringjax._schedule import BranchSchedule, Leg, make_schedule
-from ringjax._side import Side
+from ringjax._schedule.schedule import BranchSchedule, Leg, make_schedule
+from ringjax._schedule.side import Side
 
 
 @st.composite

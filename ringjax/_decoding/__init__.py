@@ -1,0 +1,1 @@
+"""Caches, and the calls that continue what is in them."""

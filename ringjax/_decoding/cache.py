@@ -1,0 +1,74 @@
+"""The cache of decoding: the rows that tokens to come may still see, however long the context is.
+
+Where the mesh has a sequence axis, the rows of each cache are sharded along it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from ringjax._definition.branch import MAX_POSITIONS
+from ringjax._definition.counts import is_integer
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._mesh.mesh import find_axis
+from ringjax._mesh.sharded import sharded_zeros
+
+
+class Cache(NamedTuple):
+    """The cached rows of each branch, the number of tokens so far, and the most that there may be.
+
+    `VARIABLES` are what modules call these.
+    """
+
+    VARIABLES = "cached_key", "cached_value", "cache_index", "cache_length"
+
+    keys: tuple[Float[Array, "*B R K H"], ...]
+    values: tuple[Float[Array, "*B R K V"], ...]
+    length: Int[Array, ""]
+    max_length: Int[Array, ""]
+
+
+def read_shape(input_shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Returns the batch, and the most tokens, of inputs [..., T, in_features].
+
+    Raises:
+      ValueError: for another shape, or more tokens than there are positions.
+    """
+    shape = tuple(input_shape)
+    if len(shape) < 2 or not all(is_integer(size) and size >= 0 for size in shape):
+        raise ValueError(f"input_shape={shape} must be [..., T, in_features]: the shape of inputs")
+    if not 1 <= shape[-2] <= MAX_POSITIONS:
+        raise ValueError(f"input_shape={shape} has {shape[-2]} tokens: make that between 1 and {MAX_POSITIONS}")
+    return shape[:-2], shape[-2]
+
+
+def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> list[int]:
+    """Returns the number of rows that each branch caches, in equal shards."""
+    rows = (branch.num_cached(max_length) for branch in pattern.branches)
+    return [-(-count // num_shards) * num_shards for count in rows]
+
+
+def make_cache(
+    pattern: DilatedPattern,
+    batch: tuple[int, ...],
+    max_length: int,
+    num_kv_heads: int,
+    widths: tuple[int, int],
+    dtype: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: str = "seq",
+    spec: PartitionSpec | None = None,
+) -> Cache:
+    """Returns the cache of no tokens, on a mesh if there is one; `spec` says how queries lie on it."""
+    mesh, num_shards = find_axis(mesh, axis_name)
+
+    def zeros(width: int) -> tuple[Array, ...]:
+        heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
+        rows = num_rows(pattern, max_length, num_shards)
+        shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
+        return tuple(sharded_zeros(shape, dtype, mesh, axis_name, spec) for shape in shapes)
+
+    return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0), jnp.int32(max_length))

@@ -1,0 +1,270 @@
+"""Decoding: the attention of the tokens that follow those in a cache, and the cache after them.
+
+B batch, c tokens of a call, K key/value heads, G query heads of each, R rows of a branch's cache, H and V the widths.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from ringjax._decoding.cache import Cache
+from ringjax._definition.branch import MAX_POSITIONS, Branch
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._definition.sinks import add_sinks, read_sinks
+from ringjax._meeting.block import Weighting, accumulation_dtype, merge, shift_of
+from ringjax._mesh.order import after
+from ringjax._mesh.placement import Placement
+
+
+class _Branch(NamedTuple):
+    """A branch on one shard: its heads, their offsets here and in earlier branches, and the rows of its cache here."""
+
+    branch: Branch
+    heads: slice
+    offset: Int[Array, "K 1"]
+    earlier: list[tuple[Branch, Int[Array, "K 1"]]]
+    row: Int[Array, "R"]
+
+    def rows_at(self, last: Any) -> tuple[Int[Array, "K R"], Bool[Array, "K R"]]:
+        """Returns the token of each row after token `last`, and whether there is one so far."""
+        return self.branch.cached(self.row, last, self.offset)
+
+    def attends(
+        self, query: Int[Array, "c"], key: Int[Array, "K R"], is_key: Bool[Array, "K R"]
+    ) -> Bool[Array, "K c R"]:
+        """Returns which queries attend to which keys, given the tokens of both."""
+        query, key = query[:, None], key[:, None]  # [c, 1], [K, 1, R]
+        attends = self.branch.holds(query, key, self.offset[..., None], is_causal=True)
+        for branch, offset in self.earlier:
+            attends &= ~branch.holds(query, key, offset[..., None], is_causal=True)
+        return attends & is_key[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """All that is static in decoding; heads that their mesh axes do not cut alike are computed by all devices."""
+
+    pattern: DilatedPattern
+    num_kv_heads: int
+    weighting: Weighting
+    placement: Placement
+
+    @property
+    def _placement(self) -> Placement:
+        is_cut = self.pattern.heads == "all" and self.placement.heads == self.placement.kv_heads
+        return self.placement if is_cut else self.placement._replace(heads=(), kv_heads=())
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def prefill(self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], cache: Cache) -> Cache:
+        """Returns the cache after the first T tokens, which lie on the mesh as the placement says."""
+        length = self.placement.length(key)
+        placement = self._placement
+
+        def fill(key: Array, value: Array, *caches: Array) -> tuple[Array, ...]:
+            keys, values = _halves(caches)
+            filled: list[Array] = []
+            for tokens, rows_of_branches in ((key, keys), (value, values)):
+                branches = self._branches([rows.shape[-3] for rows in rows_of_branches])
+                for branch, rows in zip(branches, rows_of_branches, strict=True):
+                    filled.append(self._fill(branch, tokens, rows, length, filled[-1:]))
+            return tuple(filled)
+
+        caches = *cache.keys, *cache.values
+        kinds = "k" * len(caches)
+        mapped = placement.map(fill, inputs="kk" + kinds, outputs=kinds)
+        filled = mapped(*(placement.lay_out(array, "k") for array in (key, value, *caches)))
+        return Cache(*_halves(filled), jnp.int32(length), cache.max_length)
+
+    def _fill(self, branch: _Branch, tokens: Array, rows: Array, length: int, sent: list[Array]) -> Array:
+        axis_name, num_shards = self.placement.axis_name, self.placement.num_shards
+        shard = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+        tokens = tokens[..., branch.heads, :]
+        dtype = rows.dtype
+
+        def take(row: Array) -> Array:
+            token, is_row = branch._replace(row=row).rows_at(length - 1)
+            local = token - shard * tokens.shape[-3]
+            is_here = is_row & (local >= 0) & (local < tokens.shape[-3])
+            return _take(tokens, jnp.where(is_here, local, 0), is_here).astype(dtype)
+
+        if axis_name is None:
+            return take(branch.row)
+        # Each shard in turn is sent its rows, so that no more than those of one are on any device.
+        first = jnp.arange(branch.row.size, dtype=jnp.int32)
+
+        def send(receiver: Any, own: Array) -> Array:
+            sent = jax.lax.psum(take(receiver * first.size + first), axis_name)
+            return jnp.where(receiver == shard, sent, own)
+
+        # A cache that was made inside the caller's own shard_map is the same on all devices so far.
+        is_same = axis_name not in jax.typeof(rows).manual_axis_type.varying
+        own = jax.lax.pcast(rows, axis_name, to="varying") if is_same else rows
+        return jax.lax.fori_loop(0, num_shards, send, after(own, sent))
+
+    def step(
+        self,
+        query: Float[Array, "*B c N H"],
+        key: Float[Array, "*B c K H"],
+        value: Float[Array, "*B c K V"],
+        cache: Cache,
+        sinks: Float[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "*B c N V"], Cache]:
+        """Returns the attention of the next c tokens, and the cache after them: NaN beyond its length.
+
+        Raises:
+          ValueError: if it is known that there are more tokens than the cache is for, or for sinks of another shape.
+          TypeError: for sinks that are no floats.
+        """
+        count = query.shape[-3]
+        if not count:
+            raise ValueError(f"the inputs have the shape [..., {count}, features]: decode one token at least")
+        if not isinstance(cache.length, Tracer) and int(cache.length) + count > int(cache.max_length):
+            raise ValueError(
+                f"the cache holds {int(cache.length)} tokens of at most {int(cache.max_length)}, and {count} come: "
+                "call init_cache with a larger length"
+            )
+        return self._step(query, key, value, cache, read_sinks(sinks, query))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Array | None) -> tuple[Array, Cache]:
+        placement = self._placement
+
+        def attend(query: Array, key: Array, value: Array, length: Array, *caches: Array) -> tuple[Array, ...]:
+            return self._attend(query, key, value, length, *_halves(caches))
+
+        caches = *cache.keys, *cache.values
+        kinds = "k" * len(caches)
+        laid_out = [placement.lay_out(array, "k") for array in caches]
+        arrays = [placement.reshard(array, kind) for array, kind in zip((query, key, value), "QKK", strict=True)]
+        mapped = placement.map(attend, inputs="QKKr" + kinds, outputs="QQ" + kinds)
+        out, lse, *caches = mapped(*arrays, cache.length, *laid_out)
+        if sinks is not None:
+            out, _ = add_sinks(out, lse, sinks)
+        length = cache.length + query.shape[-3]
+        out = jnp.where(length <= cache.max_length, out.astype(query.dtype), jnp.nan)
+        return out, Cache(*_halves(caches), length, cache.max_length)
+
+    def _branches(self, sizes: Any) -> Iterator[_Branch]:
+        """The branches on this shard, given the number of rows of the cache of each."""
+        placement = self._placement
+        shards = jax.lax.axis_size(placement.heads)
+        first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
+        shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
+        before = []
+        within = [branch.within(*[MAX_POSITIONS] * 3) for branch in self.pattern.branches]
+        for number, branch in enumerate(within):
+            numbers = self.pattern.heads_of(number, self.num_kv_heads)
+            heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
+            head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)
+            offsets = [
+                (one, self.pattern.offset(head, one.offset_rate, self.num_kv_heads, i)[:, None])
+                for i, one in [(number, branch), *before]
+            ]
+            row = shard * sizes[number] + jnp.arange(sizes[number], dtype=jnp.int32)
+            yield _Branch(branch, heads, offsets[0][1], offsets[1:], row)
+            if self.pattern.merge == "union" and self.pattern.heads == "all":
+                before.append((number, branch))
+
+    def _attend(
+        self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any
+    ) -> tuple[Array, ...]:
+        count, num_heads = key.shape[-3:-1]
+        groups = query.shape[-2] // num_heads
+        grouped = query.reshape(*query.shape[:-2], num_heads, groups, query.shape[-1])  # [*B, c, K, G, H]
+        token = length + jnp.arange(count, dtype=jnp.int32)
+        branches = self._branches([array.shape[-3] for array in keys])
+        cached, new, new_keys, new_values = [], [], [], []
+        for branch, cached_key, cached_value in zip(branches, keys, values, strict=True):
+            own_key, own_value = key[..., branch.heads, :], value[..., branch.heads, :]
+            own_token = jnp.broadcast_to(token, (branch.offset.shape[0], count))
+            attend = functools.partial(self._attend_branch, branch, grouped, token)
+            cached.append(attend(cached_key, cached_value, *branch.rows_at(length - 1)))
+            new.append(attend(own_key, own_value, own_token, jnp.ones_like(own_token, bool)))
+            new_keys.append(_write(branch, cached_key, own_key, length))
+            new_values.append(_write(branch, cached_value, own_value, length))
+        parts = [self._over_shards(*_merge(cached)), *new]
+        out, lse = _merge(parts)
+        out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])  # [*B, c, N, V]
+        return out, lse, *new_keys, *new_values
+
+    def _attend_branch(
+        self, branch: _Branch, query: Array, token: Array, key: Array, value: Array, key_token: Array, is_key: Array
+    ) -> tuple[Array, Array]:
+        attends = branch.attends(token, key_token, is_key)
+        results = _attend_rows(query[..., branch.heads, :, :], key, value, attends, self.weighting)
+        return _of_all_heads(*results, branch.heads, query.shape[-3])
+
+    def _over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        """Merges what the shards have of the keys."""
+        axis_name = self.placement.axis_name
+        if axis_name is None:
+            return out, lse
+        maximum = jax.lax.pmax(lse, axis_name)
+        weight = jnp.exp(lse - shift_of(maximum))
+        denominator = jax.lax.psum(weight, axis_name)
+        divisor = jnp.where(denominator == 0, 1, denominator)
+        return jax.lax.psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
+
+
+def _attend_rows(
+    query: Float[Array, "*B c K G H"],
+    key: Float[Array, "*B R K H"],
+    value: Float[Array, "*B R K V"],
+    attends: Bool[Array, "K c R"],
+    weighting: Weighting,
+) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
+    dtype = accumulation_dtype(query, key, value)
+    multiply = functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
+    scores = multiply("...ckgh,...rkh->...ckgr", query, key)
+    if weighting.logits_soft_cap is not None:
+        scores = jnp.tanh(scores * (weighting.scale / weighting.logits_soft_cap))
+    mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
+    logits = jnp.where(mask, scores * weighting.unit, -jnp.inf)
+    maximum = logits.max(axis=-1, initial=-jnp.inf)
+    weights = jnp.exp(logits - shift_of(maximum)[..., None])
+    total = weights.sum(axis=-1)
+    divisor = jnp.where(total == 0, 1, total)
+    out = multiply("...ckgr,...rkv->...ckgv", weights.astype(value.dtype), value)
+    return out / divisor[..., None], maximum + jnp.log(divisor)
+
+
+def _of_all_heads(
+    out: Float[Array, "*B c k G V"], lse: Float[Array, "*B c k G"], heads: slice, num_heads: int
+) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
+    """Returns the results of some heads among those of all: the others have attended to nothing."""
+    if lse.shape[-2] == num_heads:
+        return out, lse
+    shape = (*lse.shape[:-2], num_heads, lse.shape[-1])
+    all_out = jnp.zeros_like(out, shape=(*shape, out.shape[-1])).at[..., heads, :, :].set(out)
+    return all_out, jnp.full_like(lse, -jnp.inf, shape=shape).at[..., heads, :].set(lse)
+
+
+def _write(branch: _Branch, rows: Float[Array, "*B R K D"], tokens: Float[Array, "*B c K D"], index: Array) -> Array:
+    """Returns the rows of the cache after tokens number `index` and following."""
+    count = tokens.shape[-3]
+    token, is_row = branch.rows_at(index + count - 1)
+    source = token - index
+    is_new = is_row & (source >= 0)
+    new = _take(tokens, jnp.where(is_new, source, 0), is_new)
+    return jnp.where(is_new.T[..., None], new.astype(rows.dtype), rows)
+
+
+def _take(tokens: Float[Array, "*B n K D"], index: Int[Array, "K R"], is_row: Bool[Array, "K R"]) -> Array:
+    index = index.T.reshape((1,) * (tokens.ndim - 3) + (*index.T.shape, 1))
+    taken = jnp.take_along_axis(tokens, index, axis=-3, mode="promise_in_bounds")  # [*B, R, K, D]
+    return jnp.where(is_row.T[..., None], taken, 0)
+
+
+def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return merge([out for out, _ in parts], [lse for _, lse in parts])
+
+
+def _halves(arrays: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    arrays = tuple(arrays)
+    return arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]

@@ -1,0 +1,1 @@
+"""What a call would take of a machine, counted before it runs."""

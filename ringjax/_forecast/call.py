@@ -1,0 +1,183 @@
+"""A call in integers: what it asks for, and the schedules with which each strategy would serve it."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._kernels.implementation import implement, obstacle
+from ringjax._meeting.block import accumulation_dtype
+from ringjax._meeting.protocol import Request
+from ringjax._schedule.cost import Work
+from ringjax._schedule.schedule import MAX_BLOCK_ROWS, BranchSchedule, make_schedule
+from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
+
+SHARED_BLOCK_ROWS = 128
+MIN_BLOCK_ROWS = 64
+MAX_LOGITS = 2**24
+
+
+def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans.
+
+    It spans fewer rows in narrow dtypes: logits are as wide in these, and weigh more beside the rows. It spans fewer
+    where many batches and heads fill a tile by themselves, and where the CPU devices of one process share a cache.
+    """
+    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
+    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
+        rows //= 2
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call asks for.
+
+    Args:
+      pattern: the pattern.
+      num_queries, num_keys: the lengths of the whole sequences.
+      query_offset: the position of the first query, None where it is known only when the program runs.
+      num_devices: the devices along the sequence.
+      is_causal: whether queries see no later keys.
+      max_block_rows: the most rows of a tile.
+      exchange_size: how many devices exchange, where the caller says so.
+      implementation: what computes, where the caller says so.
+      request: the arrays, or their shapes, and what implementations have to know.
+      work: the sizes on one device.
+    """
+
+    pattern: DilatedPattern
+    num_queries: int
+    num_keys: int
+    query_offset: int | None
+    num_devices: int
+    is_causal: bool
+    max_block_rows: int
+    exchange_size: int | None
+    implementation: str | None
+    request: Request
+    work: Work
+
+    def schedules(self, strategy: str, only: int | None = None) -> tuple[BranchSchedule, ...]:
+        """Returns the schedule of each branch with this strategy, or of one alone, before implementations take it."""
+        sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
+
+        def make(exchange_size: int) -> tuple[BranchSchedule, ...]:
+            branches = make_schedule(
+                self.pattern,
+                self.num_queries,
+                self.num_devices,
+                self.work.num_kv_heads,
+                is_causal=self.is_causal,
+                max_block_rows=self.max_block_rows,
+                key_length=self.num_keys,
+                query_offset=self.query_offset,
+                exchange_size=exchange_size,
+            )
+            return branches if only is None else (branches[only],)
+
+        return schedules_with(make, strategy, sizes, self.pattern.heads)
+
+    def implement(self, branches: tuple[BranchSchedule, ...], with_warning: bool = False) -> tuple[BranchSchedule, ...]:
+        """Returns the schedules in the tiles of what computes them.
+
+        Raises:
+          ValueError: if the named implementation cannot serve all branches.
+        """
+        return implement(branches, self.implementation, self._request_for(branches), with_warning)
+
+    def obstacle(self, branches: tuple[BranchSchedule, ...]) -> str | None:
+        """Returns why what computes cannot serve such schedules, None where it can."""
+        return obstacle(branches, self.implementation, self._request_for(branches))
+
+    def _request_for(self, branches: tuple[BranchSchedule, ...]) -> Request:
+        are_heads_cut = self.work.head_parts > 1 or any(branch.exchange_size > 1 for branch in branches)
+        if self.pattern.heads != "grouped" or not are_heads_cut:
+            return self.request
+        return self.request._replace(needs=(*self.request.needs, "heads='grouped' over several devices"))
+
+
+def make_call(
+    request: Request,
+    *,
+    pattern: DilatedPattern,
+    lengths: tuple[int, int],
+    query_offset: int | None,
+    num_devices: int,
+    batch: int,
+    num_heads: int,
+    document_itemsize: int,
+    is_causal: bool,
+    exchange_size: int | None,
+    implementation: str | None,
+) -> Call:
+    """Returns a call in integers.
+
+    Args:
+      request: the arrays, all of them or what a device has; of these only heads, widths and dtypes are read.
+      pattern: the pattern.
+      lengths: the numbers of all queries and of all keys.
+      query_offset: the position of the first query, None where it is known only when the program runs.
+      num_devices: the devices along the sequence.
+      batch: the sequences of a device.
+      num_heads: its query heads.
+      document_itemsize: the bytes of the number of a document, 0 without documents.
+      is_causal: whether queries see no later keys.
+      exchange_size: how many devices exchange, where the caller says so.
+      implementation: what computes, where the caller says so.
+    """
+    query, key, value = request.query, request.key, request.value
+    max_block_rows = request.block_size
+    if max_block_rows is None:
+        share_cache = request.platform == "cpu" and num_devices > 1
+        max_block_rows = choose_block_size(batch * num_heads, query.dtype.itemsize, share_cache)
+    work = Work(
+        pattern=pattern,
+        num_kv_heads=key.shape[-2],
+        batch=batch,
+        num_heads=num_heads,
+        width=query.shape[-1],
+        value_width=value.shape[-1],
+        itemsize=query.dtype.itemsize,
+        sum_itemsize=accumulation_dtype(query, key, value).itemsize,
+        head_parts=query.shape[-2] // num_heads,
+        document_itemsize=document_itemsize,
+        needs_lse=request.needs_lse,
+    )
+    num_queries, num_keys = lengths
+    return Call(
+        pattern=pattern,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        query_offset=query_offset,
+        num_devices=num_devices,
+        is_causal=is_causal,
+        max_block_rows=max_block_rows,
+        exchange_size=exchange_size,
+        implementation=implementation,
+        request=request,
+        work=work,
+    )
+
+
+_RECORDED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Any]]:
+    """Gives a list of what is recorded inside: each call, its strategy, its placement, and where its mesh is from."""
+    calls: list[Any] = []
+    token = _RECORDED.set(calls)
+    try:
+        yield calls
+    finally:
+        _RECORDED.reset(token)
+
+
+def record(*what: Any) -> None:
+    """Records a call, if anybody wants to know."""
+    calls = _RECORDED.get()
+    if calls is not None:
+        calls.append(what)

@@ -1,0 +1,155 @@
+"""The figures of devices: what they compute, keep and send in a second."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringjax._schedule.cost import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The figures of a device, and of the links between devices.
+
+    Args:
+      name: what the device is called.
+      platform: ``"cuda"``, ``"tpu"`` or ``"cpu"``.
+      operations: the most operations in a second, by the bytes of a number.
+      memory: the bytes of its memory.
+      memory_bandwidth: the bytes that its memory reads or writes in a second.
+      link_bandwidth: the bytes in a second, one way, from a device to others in its node; in a grid, to the next one.
+      network_bandwidth: the bytes in a second, one way, from a device to those of other nodes.
+      node_size: the number of devices that links connect.
+      is_grid: whether links lead to the next devices alone, so that what goes further takes several.
+      latency: the seconds that a message takes, however short.
+    """
+
+    name: str
+    platform: str
+    operations: Mapping[int, float]
+    memory: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    node_size: int
+    is_grid: bool = False
+    latency: float = 0.0
+
+    @property
+    def lanes(self) -> int:
+        """The numbers that a row of memory takes at least: the widths of heads are padded to multiples of it."""
+        return 128 if self.platform == "tpu" else 1
+
+    def rate(self, itemsize: int) -> float:
+        """Returns the most operations in a second on numbers of so many bytes, or of the next that is known."""
+        known = sorted(self.operations)
+        return self.operations[next((size for size in known if size >= itemsize), known[-1])]
+
+    def seconds(self, message: Message, num_devices: int) -> float:
+        """Returns the least time of a message, every time it is sent, by `num_devices` devices in a row."""
+        is_inside = self.is_inside(message, num_devices)
+        one = self._inside(message, num_devices) if is_inside else self._across(message)
+        return message.times * (one + self.latency)
+
+    def is_inside(self, message: Message, num_devices: int) -> bool:
+        """Returns whether a message stays inside of nodes, on every device."""
+        stays_in_group = message.collective != "permute" and self.node_size % message.distance == 0
+        return num_devices <= self.node_size or stays_in_group
+
+    def _inside(self, message: Message, num_devices: int) -> float:
+        seconds, distance = message.num_bytes / self.link_bandwidth, message.distance
+        if not self.is_grid:
+            return seconds
+        # On a ring of neighbours every message takes the links in between, in both directions where that is nearer.
+        if message.collective == "permute":
+            return seconds * min(distance, max(1, num_devices - distance, num_devices // 2))
+        if message.collective == "all_to_all":
+            return seconds / max(1, distance - 1) * max(1.0, distance**2 / 8)
+        return seconds / 2
+
+    def _across(self, message: Message) -> float:
+        if message.collective in ("permute", "all_to_all"):
+            return message.num_bytes / self.network_bandwidth
+        # Each node gets what the others have, over the network of all its devices.
+        shared = message.num_bytes * (message.distance - self.node_size) / max(1, message.distance - 1)
+        return max(message.num_bytes / self.link_bandwidth, shared / self.node_size / self.network_bandwidth)
+
+
+def _gpu(name: str, half: float, single: float, gibibytes: int, memory: float, link: float, network: float) -> Machine:
+    operations = {2: half, 4: single, 8: single / 2}
+    return Machine(name, "cuda", operations, gibibytes * 2**30, memory, link, network, node_size=8, latency=5e-6)
+
+
+def _tpu(name: str, half: float, gibibytes: int, memory: float, link: float, network: float, size: int) -> Machine:
+    operations = {2: half, 4: half / 6}  # in six products of bfloat16
+    return Machine(name, "tpu", operations, gibibytes * 2**30, memory, link, network, size, is_grid=True, latency=1e-6)
+
+
+# As their makers state them: dense products, one way of links. Networks are of one 400 Gb/s card for each GPU (200 for
+# the A100), and of 100 Gb/s for each TPU.
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        _gpu("A100", 312e12, 19.5e12, 80, 2.04e12, 300e9, 25e9),
+        _gpu("H100", 989e12, 67e12, 80, 3.35e12, 450e9, 50e9),
+        _gpu("H200", 989e12, 67e12, 141, 4.8e12, 450e9, 50e9),
+        _gpu("B200", 2250e12, 75e12, 180, 8e12, 900e9, 50e9),
+        _tpu("v5e", 197e12, 16, 0.82e12, 45e9, 12.5e9, 256),
+        _tpu("v5p", 459e12, 95, 2.77e12, 90e9, 12.5e9, 8960),
+        _tpu("v6e", 918e12, 32, 1.64e12, 90e9, 12.5e9, 256),
+        # A core of many: what `ringjax plan --measure` writes takes its place.
+        Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
+    )
+}
+_KINDS = {"v6": "v6e", "lite": "v5e", "v5p": "v5p", "v5": "v5p", **{name.lower(): name for name in MACHINES}}
+
+
+def find_machine(device: str | Machine) -> Machine:
+    """Returns the figures of a device: one that is known by its name, or those in a file.
+
+    Raises:
+      ValueError: if there is neither.
+      TypeError: if it is no text.
+    """
+    if isinstance(device, Machine):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device={device!r} must be the name of a device, such as 'H100', or a file of figures")
+    known = {name.lower(): machine for name, machine in MACHINES.items()}
+    if device.lower() in known:
+        return known[device.lower()]
+    if Path(device).is_file():
+        return read_machine(device)
+    raise ValueError(
+        f"device={device!r} is unknown: use one of {', '.join(MACHINES)}, or a file of figures such as "
+        "`ringjax plan --measure` writes"
+    )
+
+
+def read_machine(path: str) -> Machine:
+    """Returns the figures in a file of JSON.
+
+    Raises:
+      ValueError: if they are not those of a `Machine`.
+    """
+    try:
+        figures: dict[str, Any] = json.loads(Path(path).read_text())
+        figures["operations"] = {int(size): float(rate) for size, rate in figures["operations"].items()}
+        return Machine(**figures)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        names = ", ".join(field.name for field in dataclasses.fields(Machine))
+        raise ValueError(f"device={path!r} is no file of figures ({error}): give, in JSON, {names}") from None
+
+
+def machine_of(platform: str, kind: str) -> Machine:
+    """Returns the figures of a device of this platform and kind, or of the usual one of its platform.
+
+    Platforms are named as programs are lowered for them: "cuda", not "gpu".
+    """
+    for part, name in _KINDS.items():
+        if part in kind.lower() and MACHINES[name].platform == platform:
+            return MACHINES[name]
+    usual = {"cuda": "H100", "tpu": "v5e"}
+    return MACHINES[usual.get(platform, "cpu")]

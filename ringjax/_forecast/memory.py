@@ -1,0 +1,163 @@
+"""The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
+
+What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come nearest to what
+they chose in some 500 random programs for H100s and a v5e; `benchmarks.plan_memory` measures how near that is.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from ringjax._schedule.cost import RowBytes, Work, queries_travel
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.strategy import Schedules
+
+# Of what a branch keeps, the share that is there as well when the one that keeps most is computed. Branches that
+# exchange all tokens share what was exchanged; kernels for TPUs read copies of it, of each branch its own.
+_SHARE, _SHARE_EXCHANGED, _SHARE_GATHERED = 0.75, 0.2, 0.5
+# What is small enough for the vector memory of a TPU is computed there, and much of it lies in both memories.
+_VECTOR_MEMORY, _IN_BOTH = 128 * 2**20, 1.3
+# Kernels for TPUs read heads that lie apart: how often a device holds queries, keys and values that do not travel, and
+# how much of what travels is counted, forward and with the gradient.
+_LAID_OUT_ANEW, _TRAVELLING_ON_TPU = (0.7, 2.25), (0.7, 1.1)
+
+
+def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) -> int:
+    """Returns the bytes at the peak of a call, or of its gradient.
+
+    Arguments and results lie close; what branches keep has widths that are multiples of `lanes`.
+    """
+    query, out, of_keys = _numbers(work, branches)
+    arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
+    padded, is_tpu, of_branches = _padded(work, lanes), lanes > 1, {}
+    for branch in branches:  # one that is twice the same is computed once
+        kept = _Kept(padded, branch, is_tpu, has_gradient)
+        of_branches[branch.branch] = kept.bytes, _share(branch, is_tpu)
+    (most, _), *others = sorted(of_branches.values(), reverse=True)
+    beside = most + sum(share * num_bytes for num_bytes, share in others)
+    given = (arguments + results) * work.itemsize
+    is_small = is_tpu and given + beside < _VECTOR_MEMORY
+    return given + round(beside * (_IN_BOTH if is_small else 1))
+
+
+def _padded(work: Work, lanes: int) -> Work:
+    pad = lambda width: -(-width // lanes) * lanes
+    return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
+
+
+def _numbers(work: Work, branches: Schedules) -> tuple[int, int, int]:
+    """The numbers in a device's queries, in its output, and in its keys and values."""
+    tokens = max(branch.of_devices().queries.shard_length for branch in branches) * work.batch
+    keys = max(branch.of_devices().keys.shard_length for branch in branches) * work.batch * work.local_heads(1)
+    widths = work.width, work.value_width
+    return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
+
+
+def _share(branch: BranchSchedule, is_tpu: bool) -> float:
+    exchanges_tokens = branch.exchange_size > 1 and not branch.exchanges_rows
+    if branch.is_local:
+        return _SHARE_EXCHANGED if exchanges_tokens and not is_tpu else _SHARE
+    return _SHARE_GATHERED if exchanges_tokens or branch.strategy == "all_gather" else _SHARE
+
+
+class _Kept(NamedTuple):
+    """What a branch keeps at its peak: rows as they are computed, those that come by, sums, and what is exchanged."""
+
+    work: Work
+    branch: BranchSchedule
+    is_tpu: bool
+    has_gradient: bool
+
+    @property
+    def bytes(self) -> float:
+        """The bytes of all of it."""
+        return self._computing() + self._exchanged() + self._tiles()
+
+    @property
+    def row(self) -> RowBytes:
+        """The bytes of a slot: of arrays, and of sums under way."""
+        row = self.work.row_bytes(self.branch)
+        if self.has_gradient:
+            return row
+        heads, _ = self.work.heads_of(self.branch)
+        sums = self.work.batch * heads * self.work.value_width * self.work.sum_itemsize
+        return RowBytes(self.work.query_row(self.branch), row.keys, sums, 0)
+
+    @property
+    def _kv_heads(self) -> int:
+        """The key/value heads of a device's own tokens, repeated where they are exchanged and too few."""
+        return self.work.local_heads(self.branch.exchange_size) * self.branch.exchange_size
+
+    def _computing(self) -> float:
+        if self.branch.is_local:
+            return self._local()
+        if self.branch.strategy == "all_gather":
+            return self._gathered()
+        return self._travelling() * (_TRAVELLING_ON_TPU[self.has_gradient] if self.is_tpu else 1)
+
+    def _local(self) -> float:
+        """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
+        branch, row = self.branch, self.row
+        if self.is_tpu:
+            one, work = branch.of_devices(), self.work
+            numbers = one.queries.shard_length * work.num_heads * work.width
+            numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
+            return _LAID_OUT_ANEW[self.has_gradient] * work.batch * numbers * work.itemsize
+        rows = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
+        is_whole = branch.branch.keeps_all and not branch.traits.rows_last
+        return rows * self.has_gradient / 2 if is_whole else rows
+
+    def _gathered(self) -> float:
+        """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
+        branch, row = self.branch, self.row
+        of_sums = row.keys_grad * (1 + branch.traits.rows_last)  # those that are laid out anew are there twice
+        of_key = 0.8 * (row.keys + of_sums) if self.has_gradient else 1.5 * row.keys
+        stay = branch.queries.num_slots * (row.queries + row.query_grad)
+        return stay + branch.gather_size * branch.keys.num_slots * of_key
+
+    def _travelling(self) -> float:
+        """The side that stays with its sums, and what comes by with its own: twice in a loop, which needs the next."""
+        branch, row = self.branch, self.row
+        sides = (
+            (branch.queries, branch.query_legs, row.queries, row.query_grad),
+            (branch.keys, branch.key_legs, row.keys, row.keys_grad),
+        )
+        do_queries = self.has_gradient and queries_travel(branch, row)
+        (stays, _, *of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
+        kept, come_by, rotations = stays.num_slots * sum(of_stays), own + sums, max(leg.rotations for leg in legs)
+        if not branch.is_closed:
+            # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
+            kept += side.num_slots * own + 1.15 * sum(leg.halo_rows(side) for leg in legs) * come_by
+        if rotations > 1:
+            # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
+            is_swapped = branch.is_balanced and branch.branch.keeps_all
+            kept += is_swapped * 2 * branch.queries.num_slots * self.work.query_row(branch)
+            return kept + 2 * side.num_slots * come_by
+        if rotations and branch.branch.keeps_all and not branch.is_balanced:  # the arguments themselves
+            kept -= stays.num_slots * of_stays[0]
+        return kept + rotations * (1.5 if self.is_tpu else 0.75) * side.num_slots * come_by
+
+    def _exchanged(self) -> float:
+        """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it."""
+        branch, work = self.branch, self.work
+        is_ring = not branch.is_local and branch.is_closed and max(leg.rotations for leg in branch.key_legs) > 1
+        if branch.exchange_size == 1 or is_ring or (branch.is_local and self.is_tpu):
+            return 0
+        one = branch.of_devices()
+        tokens = lambda side: side.num_slots if branch.exchanges_rows else side.shard_length
+        result = work.width if self.has_gradient else work.value_width
+        of_query = work.num_heads * (work.width + result) * work.itemsize
+        of_query += work.num_heads * work.of_queries([branch]) * self.has_gradient
+        of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
+        exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
+        if branch.is_local:
+            return exchanged * (1.4 if branch.traits.rows_last else 1)
+        return exchanged / 2
+
+    def _tiles(self) -> int:
+        """The tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
+        branch = self.branch
+        if not branch.traits.rows_last:
+            return 0
+        heads, _ = self.work.heads_of(branch)
+        pairs = branch.queries.chunks_per_tile * branch.queries.block_rows * branch.keys.block_rows
+        return 2 * self.work.batch * heads * pairs * self.work.sum_itemsize

@@ -1,0 +1,1 @@
+"""The implementations, each of which computes the meetings of rows in its own way."""

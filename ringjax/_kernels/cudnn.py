@@ -1,0 +1,248 @@
+"""The kernel "cudnn": cuDNN's fused attention, by the primitives of jax that its public function stands on.
+
+The public function differentiates with an lse of its own; the rings need the backward of some keys with the lse of all.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ringjax._definition.warning import warn
+from ringjax._kernels.fused import FusedQueries
+from ringjax._kernels.pieces import Pairs
+from ringjax._kernels.spans import Span
+from ringjax._meeting.block import Keys
+
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as _jax
+except ImportError:
+    _jax = None
+
+_NAMES = (
+    "MaskType",
+    "AttentionLayout",
+    "check_compute_capability",
+    "check_cudnn_version",
+    "_dot_product_attention_fwd_impl",
+    "_dot_product_attention_bwd_impl",
+)
+# The arrays that the primitives take after query, key and value; then the parameters of both.
+_MORE_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
+_PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+_NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
+_MOST_NUMBERS = 2**31 - 1  # of an array with spans, whose places in memory are 32-bit integers
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Returns what jax or the machine lack of what is used here, with one warning."""
+    missing = _find_missing(_jax) or (_find_lacking(_jax) if jax.default_backend() == "gpu" else None)
+    if missing:
+        warn(f"cuDNN's attention is not used: {missing}")
+    return missing
+
+
+def _find_lacking(module: Any) -> str | None:
+    if not module.check_compute_capability("8.0"):
+        return "it needs an NVIDIA GPU of compute capability 8.0 at least"
+    try:
+        module.check_cudnn_version()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _find_missing(module: Any) -> str | None:
+    for name in _NAMES:
+        if not hasattr(module, name):
+            return f"this version of jax has no {name}"
+    for direction in ("fwd", "bwd"):
+        name = f"_dot_product_attention_{direction}_p_wrapper"
+        if not hasattr(getattr(module, name, None), "bind"):
+            return f"this version of jax has no primitive {name}"
+        names = list(inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters)
+        arrays = 3 + _MORE_ARRAYS + (3 if direction == "bwd" else 0)
+        if "score_mod_args" in names:  # none of them is passed
+            names.remove("score_mod_args")
+        known = {*_PARAMETERS, *_NEWER_PARAMETERS, "is_training"}
+        if "scale" not in names[arrays : arrays + 1] or not set(_PARAMETERS) <= set(names[arrays:]) <= known:
+            return f"this version of jax has other parameters of {name}"
+    return None
+
+
+def _most_width() -> int:
+    """Returns the width of the widest heads on the GPUs that there are; the least of all GPUs where there are none."""
+    is_hopper = jax.default_backend() == "gpu" and _jax is not None and _jax.check_compute_capability("9.0")
+    return 256 if is_hopper else 128
+
+
+def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_spans: bool = False) -> str | None:
+    """Returns why cuDNN cannot compute such arrays on such a platform, None where it can.
+
+    Gradients may ask for arrays that are wider by `widening`.
+    """
+    if platform != "cuda":
+        return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
+    reason = _missing() or _too_wide(query.shape[-1], value.shape[-1], widening)
+    return reason or (_no_spans(query.shape[-2] != key.shape[-2]) if has_spans else None)
+
+
+def _no_spans(is_grouped: bool) -> str | None:
+    """Returns why cuDNN cannot compute rows of several documents."""
+    if jax.default_backend() == "gpu" and not _jax.check_compute_capability("9.0"):  # type: ignore[union-attr]
+        return "rows of several documents need a GPU of compute capability 9.0 at least"
+    if is_grouped and "score_mod" not in inspect.signature(_jax._dot_product_attention_fwd_impl).parameters:  # type: ignore[union-attr]
+        return "before jax 0.12, rows of several documents need as many key/value heads as query heads"
+    return None
+
+
+def _too_wide(width: int, value_width: int, widening: int) -> str | None:
+    most = _most_width()
+    if width != value_width or width % 8 or width > most:
+        return f"heads must be as wide in value as in query, a multiple of 8 up to {most}: {width}, {value_width}"
+    if width + widening > most:
+        return f"with the gradient of the lse, heads of {width} are {width + widening} wide, and {most} is the most"
+    return None
+
+
+def attend(
+    query: Float[Array, "B Rq N H"],
+    key: Float[Array, "B Rk K H"],
+    value: Float[Array, "B Rk K V"],
+    pairs: Pairs,
+    scale: float,
+) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
+    """Returns the output and the lse of each row: zeros and -inf for one outside of all spans."""
+    if _is_beyond_offsets(pairs, query, key):
+        halve = lambda one, spans: attend(one[0], one[1], one[2], pairs._replace(spans=spans), scale)
+        return _in_halves(halve, (query, key, value), pairs.spans)
+    pairs = _two_spans(pairs)
+    out, stats = _bind("fwd", (query, key, value), pairs, scale, is_training=True)
+    if pairs.spans is None:
+        return out, stats.swapaxes(1, 2)
+    of_queries, _ = pairs.spans
+    lse, is_inside = _take_from_spans(stats, of_queries), of_queries.contains(query.shape[1])
+    # Elsewhere cuDNN writes nothing.
+    return jnp.where(is_inside[..., None, None], out, 0), jnp.where(is_inside[..., None], lse, -jnp.inf)
+
+
+def differentiate(
+    queries: FusedQueries, keys: Keys, pairs: Pairs, scale: float
+) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
+    """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
+    if _is_beyond_offsets(pairs, queries.query, keys.key):
+        halve = lambda one, spans: differentiate(one[0], one[1], pairs._replace(spans=spans), scale)
+        return _in_halves(halve, (queries, keys), pairs.spans)
+    pairs, dtype, lse = _two_spans(pairs), queries.query.dtype, queries.lse.astype(jnp.float32)
+    stats = lse.swapaxes(1, 2) if pairs.spans is None else _put_in_spans(lse, pairs.spans[0])
+    given = stats, queries.out.astype(dtype), queries.out_grad.astype(dtype)
+    grads = _bind("bwd", (queries.query, *keys, *given), pairs, scale)
+    if pairs.spans is None:
+        return grads
+    sides = pairs.spans[0], *2 * (pairs.spans[1],)
+    inside = (span.contains(grad.shape[1])[..., None, None] for span, grad in zip(sides, grads, strict=True))
+    query_grad, key_grad, value_grad = (jnp.where(*one, 0) for one in zip(inside, grads, strict=True))
+    return query_grad, key_grad, value_grad
+
+
+def _is_beyond_offsets(pairs: Pairs, query: Array, key: Array) -> bool:
+    return pairs.spans is not None and max(query.size, key.size) > _MOST_NUMBERS
+
+
+def _in_halves(compute: Callable[[Any, Any], Any], arrays: Any, spans: Any) -> Any:
+    """Computes the first half of the batch and the second one.
+
+    Raises:
+      ValueError: if there is but one.
+    """
+    batch = spans[0].start.shape[0]
+    if batch == 1:
+        raise ValueError(
+            f"implementation='cudnn' takes {_MOST_NUMBERS} numbers at most of one sequence with documents on a device: "
+            "shard it over more devices, or say implementation='xla'"
+        )
+    halves = slice(None, batch // 2), slice(batch // 2, None)
+    parts = [compute(*jax.tree.map(lambda array, half=half: array[half], (arrays, spans))) for half in halves]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+
+
+# With spans, cuDNN's statistics of rows have one batch for each span, whose first row is at zero.
+
+
+def _take_from_spans(stats: Float[Array, "BM N R"], span: Span) -> Float[Array, "B R N"]:
+    batch, rows = span.start.shape[0], stats.shape[2]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    number = span.number(rows)  # [B, R]
+    own_row = jnp.clip(row - jnp.take_along_axis(span.start, number, axis=1), 0, rows - 1)
+    of_batch = stats.reshape(batch, -1, *stats.shape[1:])  # [B, M, N, R]
+    return of_batch[jnp.arange(batch)[:, None], number, :, own_row]
+
+
+def _put_in_spans(lse: Float[Array, "B R N"], span: Span) -> Float[Array, "BM N R"]:
+    batch, rows, heads = lse.shape
+    row = jnp.minimum(span.start[..., None] + jnp.arange(rows, dtype=jnp.int32), rows - 1)  # [B, M, R]
+    stats = lse[jnp.arange(batch)[:, None, None], row]  # [B, M, R, N]
+    return stats.swapaxes(2, 3).reshape(-1, heads, rows)
+
+
+def _offsets(span: Span) -> Int[Array, "B more"]:
+    """Returns where spans begin in their batch, and a number that is none."""
+    return jnp.pad(span.start, ((0, 0), (0, 1)), constant_values=-1)
+
+
+def _bind(direction: str, arrays: tuple[Array, ...], pairs: Pairs, scale: float, **more: Any) -> Any:
+    module: Any = _jax
+    names = inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters
+    primitive = getattr(module, f"_dot_product_attention_{direction}_p_wrapper")
+    parameters = dict(
+        scale=scale,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=module.MaskType[_mask_name(pairs)],
+        layout=module.AttentionLayout.BTNH.value,
+        sliding_window_length=pairs.window,
+        **{name: value for name, value in _NEWER_PARAMETERS.items() if name in names},
+        **more,
+    )
+
+    # Under vmap more batches: the primitive's own rule fails, in some versions, where not all arrays have them.
+    @jax.custom_batching.custom_vmap
+    def bind(arrays: tuple[Array, ...], spans: tuple[Span, Span] | None) -> tuple[Array, ...]:
+        empty = jnp.zeros(0, arrays[0].dtype)
+        lengths = offsets = (empty, empty)
+        if spans is not None:
+            lengths, offsets = tuple(span.length for span in spans), tuple(map(_offsets, spans))
+        unused = empty, *lengths, *offsets, empty, empty  # the first a bias, the last two page tables
+        return tuple(primitive.bind(*arrays[:3], *unused, *arrays[3:], **parameters))
+
+    @bind.def_vmap
+    def bind_batches(size: int, is_batched: Any, *given: Any) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        arrays, tree = jax.tree.flatten(given)
+        has_size = jax.tree.leaves(is_batched)
+        spread = lambda array, has: array if has else jnp.broadcast_to(array, (size, *array.shape))
+        whole = [spread(array, has) for array, has in zip(arrays, has_size, strict=True)]
+        whole = tree.unflatten(array.reshape(-1, *array.shape[2:]) for array in whole)
+        results = tuple(array.reshape(size, -1, *array.shape[1:]) for array in bind(*whole))
+        return results, (True,) * len(results)
+
+    return bind(arrays, pairs.spans)
+
+
+def _mask_name(pairs: Pairs) -> str:
+    names = ["PADDING"] * (pairs.spans is not None) + ["CAUSAL"] * pairs.is_causal
+    return "_".join(names) or "NO_MASK"
+
+
+def _two_spans(pairs: Pairs) -> Pairs:
+    """Adds an empty span where there is but one in each batch, which jax would take for none."""
+    if pairs.spans is None or pairs.spans[0].start.shape[1] > 1:
+        return pairs
+    return pairs._replace(spans=jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, 1))), pairs.spans))

@@ -1,0 +1,264 @@
+"""Implementations by a fused kernel: whole chunks of rows, of which all pairs attend, or those that it can tell apart.
+
+Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R the slots of a chunk, N all heads.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Shaped
+
+from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
+from ringjax._meeting.block import Keys, Weighting, accumulation_dtype, merge
+from ringjax._meeting.meeting import Meeting, Noise, Slots
+from ringjax._meeting.protocol import Implementation, KernelGradients, KernelPartial, Request
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+from ringjax._schedule.traits import Traits
+
+# The most spans that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that of
+# the rows twice for each.
+MOST_SPANS = 16, 8
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A fused kernel; its queries have N heads, its keys and values K, a divisor."""
+
+    def attend(
+        self, query: Array, key: Array, value: Array, pairs: Pairs, scale: float
+    ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
+        """Returns the output and the lse of each row: zeros and -inf for one that attends to none."""
+        ...
+
+    def differentiate(
+        self, queries: "FusedQueries", keys: Keys, pairs: Pairs, scale: float
+    ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
+        """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
+        ...
+
+    def obstacle(
+        self, query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_spans: bool = False
+    ) -> str | None:
+        """Returns why it cannot compute such arrays on such a platform, None where it can.
+
+        Gradients may ask for arrays that are wider by `widening`.
+        """
+        ...
+
+
+class FusedQueries(NamedTuple):
+    """What the backward needs of each row of queries; `lse_grad` is None where it is zero."""
+
+    query: Float[Array, "B Rq N H"]
+    out_grad: Float[Array, "B Rq N V"]
+    out: Float[Array, "B Rq N V"]
+    lse: Float[Array, "B Rq N"]
+    lse_grad: Float[Array, "B Rq N"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Implementation):
+    """The implementation by a fused kernel, of branches in which it can tell which rows attend to each other."""
+
+    kernel: Kernel
+
+    slots_axis = 1
+    platform = "cuda"
+    traits = Traits(are_added_at_once=True, takes_output=True, own_dtype=True)
+
+    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+        arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
+        reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(branch, _has_documents(request)))
+        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch, request)
+
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        del request
+        return branch.in_whole_chunks()
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Puts chunks beside batches, and all heads in one dimension."""
+        return rearrange(rows, "B (C R) K (G H) -> (B C) R (K G) H", C=side.num_chunks, G=groups or 1)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        """Undoes `lay_out`, given the number of key/value heads."""
+        return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=side.num_chunks, K=heads)
+
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
+        """Returns what is seen of queries."""
+        del noise
+        return see(slots)
+
+    def see_keys(self, slots: Slots) -> ChunkView:
+        """Returns what is seen of keys."""
+        return see(slots)
+
+    def start(self, query: Float[Array, "B Rq N H"], keys: Keys) -> KernelPartial:
+        """Returns the attention on nothing."""
+        row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [B, R, N]
+        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
+
+    def forward(
+        self,
+        query: Float[Array, "B Rq N H"],
+        keys: Keys,
+        meeting: Meeting,
+        weighting: Weighting,
+        partial: KernelPartial,
+    ) -> KernelPartial:
+        """Merges the attention of queries on keys with that on others."""
+
+        def attend(piece: Piece, query: Array, keys: Keys) -> tuple[Array, Array]:
+            some = query[:, piece.queries], *(array[:, piece.keys] for array in keys)
+
+            def on_spans(pairs: Pairs) -> tuple[Array, Array]:
+                query, key, value = map(piece.turn, some)
+                out, lse = self.kernel.attend(query, key, value, pairs, weighting.scale)
+                return piece.turn(out), piece.turn(lse).astype(partial.lse.dtype)
+
+            # No row is in two spans, and outside of these it has zeros and minus infinity.
+            join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
+            out, lse = piece.over(on_spans, join, MOST_SPANS[0])
+            lse = jnp.where(piece.is_told[:, None, None], lse, jnp.nan)
+            return _pad(out, piece.queries, query), _pad(lse, piece.queries, query, -jnp.inf)
+
+        def attend_all(pieces: list[Piece], query: Array, keys: Keys) -> tuple[Array, Array]:
+            found = [attend(piece, query, keys) for piece in pieces]
+            if len(found) == 1:
+                return found[0]
+            nothing = self.start(query, keys)
+            out, lse = merge(*zip(*(found or [nothing]), strict=True))
+            return out.astype(query.dtype), lse
+
+        out, lse = switch(meeting, attend_all, query, keys)
+        return KernelPartial(*merge((partial.out, out), (partial.lse, lse)))
+
+    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
+        """Returns the output and the lse of each row."""
+        return partial.out, partial.lse
+
+    def of_queries(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
+        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+        attends = lse > -jnp.inf
+        more = () if lse_grad is None else (jnp.where(attends, lse_grad, 0)[..., None],)
+        return out_grad, out, jnp.where(attends, lse, jnp.inf)[..., None], *more
+
+    def make_queries(self, *arrays: Array) -> FusedQueries:
+        """Makes what `backward` takes, of arrays that are laid out."""
+        query, out_grad, out, *narrow = arrays
+        return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
+
+    def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
+        """Returns the gradients of nothing but those given."""
+        del step
+        dtype = accumulation_dtype(queries.query, *keys)
+        arrays = {"query": queries.query, **keys._asdict()}
+        return KernelGradients(
+            **given, **{name: jnp.zeros_like(array, dtype) for name, array in arrays.items() if name not in given}
+        )
+
+    def backward(
+        self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+    ) -> KernelGradients:
+        """Adds what the pairs that meet contribute to sums of gradients under way."""
+
+        def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
+            of = lambda rows, tree: jax.tree.map(lambda array: piece.turn(array[:, rows]), tree)
+            some = of(piece.queries, queries), of(piece.keys, keys)
+            on_spans = lambda pairs: _differentiate(self.kernel, *some, pairs, weighting.scale)
+            join = lambda one, other: jax.tree.map(jnp.add, one, other)
+            query_grad, *keys_grad = map(piece.turn, piece.over(on_spans, join, MOST_SPANS[1]))
+            whole = (piece.queries, queries.query), (piece.keys, keys.key)
+            return _pad(query_grad, *whole[0]), *(_pad(grad, *whole[1]) for grad in keys_grad)
+
+        def differentiate_all(pieces: list[Piece], queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
+            zeros = tuple(jnp.zeros_like(array) for array in (queries.query, *keys))
+            found = [differentiate(piece, queries, keys) for piece in pieces]
+            return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found or [zeros])
+
+        addends = switch(meeting, differentiate_all, queries, keys)
+        return KernelGradients(*map(jnp.add, grads, addends))
+
+    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values."""
+        del weighting  # the kernel's
+        return grads.query, grads.key, grads.value
+
+
+def _pad(array: Array, rows: slice, like: Array, value: float = 0.0) -> Array:
+    """Puts the rows in their places among those of an array, with `value` elsewhere."""
+    ends = [(0, 0), (rows.start, like.shape[1] - rows.stop), *[(0, 0)] * (array.ndim - 2)]
+    return jnp.pad(array, ends, constant_values=value)
+
+
+# Kernels know no cotangent l of the lse: they compute dS = P (g . v - g . out). With one more column, of ones in v, of
+# l in g and of zeros in out, that is P (g . v + l - g . out), as it should be. Widths grow by what kernels align to.
+ALIGNMENT = 8
+
+
+def _differentiate(
+    kernel: Kernel, queries: FusedQueries, keys: Keys, pairs: Pairs, scale: float
+) -> tuple[Array, Array, Array]:
+    if queries.lse_grad is None:
+        return kernel.differentiate(queries, keys, pairs, scale)
+    widen = lambda array, column: jnp.concatenate([array, _first_of(column, array)], axis=-1)
+    query, out_grad, out, lse, lse_grad = queries
+    wide = FusedQueries(widen(query, 0), widen(out_grad, lse_grad), widen(out, 0), lse)
+    grads = kernel.differentiate(wide, Keys(widen(keys.key, 0), widen(keys.value, 1)), pairs, scale)
+    query_grad, key_grad, value_grad = (grad[..., :-ALIGNMENT] for grad in grads)
+    return query_grad, key_grad, value_grad
+
+
+def _first_of(column: Any, array: Array) -> Array:
+    """Columns of zeros, but for the first."""
+    column = jnp.broadcast_to(jnp.asarray(column, array.dtype), array.shape[:-1])[..., None]
+    return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, ALIGNMENT - 1)])
+
+
+def _has_documents(request: Request) -> bool:
+    return "document_ids" in request.needs
+
+
+def _obstacle_of_request(request: Request) -> str | None:
+    needs = [name for name in request.needs if name != "document_ids"]
+    if needs:
+        return f"no fused kernel knows {', '.join(needs)}"
+    if _has_documents(request) and not request.documents_are_sorted:
+        return "documents may lie in any order: say documents_are_sorted=True where their numbers do not decrease"
+    return request.obstacle_to_kernels()
+
+
+def _obstacle_of_branch(branch: BranchSchedule, request: Request) -> str | None:
+    name, has_documents = f"the branch {branch.branch}", _has_documents(request)
+    side, is_strided = branch.queries, branch.branch.is_by_group and not branch.branch.keeps_all
+    reasons = {
+        "queries and keys lie at different positions": branch.is_general,
+        f"{name} of a union leaves out pairs of earlier branches": branch.earlier,
+        f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": (
+            branch.strategy == "all_gather" and not branch.is_local
+        ),
+        f"{name} has other rows of a document on each head": is_strided and has_documents,
+        f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
+            (is_strided and not branch.is_dense) or (branch.is_balanced and side.num_rows != side.num_slots)
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    window = window_of(branch)
+    return reason or (None if window is None else _obstacle_of_window(branch, window, name, has_documents))
+
+
+def _obstacle_of_window(branch: BranchSchedule, window: int, name: str, has_documents: bool) -> str | None:
+    side = branch.queries
+    if not branch.is_causal:
+        return f"{name} sees later tokens as well, and fused kernels have windows of earlier ones alone"
+    if has_documents:
+        return f"{name} is cut by documents"
+    if not side.is_full or (branch.branch.modulus > 1 and side.chunks != "residues"):
+        return f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend"
+    if not branch.is_local and 2 * (window - 1) > side.num_rows:
+        return f"{name} sees more than half of the tokens of a device before"
+    return None

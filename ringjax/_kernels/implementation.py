@@ -1,0 +1,84 @@
+"""Which implementation computes each branch: the one that is named, or the first of a preference that can."""
+
+import dataclasses
+from typing import Literal
+
+from ringjax._definition.warning import warn
+from ringjax._kernels import cudnn
+from ringjax._kernels.fused import Fused
+from ringjax._kernels.mosaic import MosaicGpu, MosaicTpu
+from ringjax._kernels.xla import Xla
+from ringjax._meeting.protocol import Implementation, Request
+from ringjax._schedule.schedule import BranchSchedule
+
+ImplementationName = Literal["xla", "cudnn", "mosaic"]
+
+# Each says itself what it cannot serve.
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cudnn": Fused(cudnn),
+    "mosaic_tpu": MosaicTpu(),
+    "mosaic_gpu": MosaicGpu(),
+    "xla": Xla(),
+}
+# Those of each name that callers may give, and the name of each.
+NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
+NAME_OF = {own: name for name, several in NAMES.items() for own in several}
+# What is taken where no name is given, by preference: the last one serves everything.
+PREFERENCE = "cudnn", "mosaic_tpu", "xla"
+
+
+def implement(
+    branches: tuple[BranchSchedule, ...], name: str | None, request: Request, with_warning: bool = False
+) -> tuple[BranchSchedule, ...]:
+    """Returns the branches with their implementations; warns, if asked to, of what hinders faster ones.
+
+    Raises:
+      ValueError: if the named implementation cannot serve all branches.
+    """
+    if with_warning and name is None and request.unmapped:
+        _warn_of_axes(branches, request)
+    chosen = [_choose(branch, name, request) for branch in branches]
+    for _, reason in chosen:
+        if reason is not None:
+            raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
+    return tuple(prepared for prepared, _ in chosen)
+
+
+def obstacle(branches: tuple[BranchSchedule, ...], name: str | None, request: Request) -> str | None:
+    """Returns why the named implementation cannot serve one of the branches, None where it can serve all."""
+    reasons = (_choose(branch, name, request)[1] for branch in branches)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _choose(branch: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
+    """Returns the branch with its implementation, and why that cannot serve if none can."""
+    prepared, reason = branch, None
+    for own in PREFERENCE if name is None else _of_platform(NAMES[name], request.platform):
+        prepared = _prepare(request, branch, own)
+        reason = IMPLEMENTATIONS[own].obstacle(request, prepared)
+        if reason is None:
+            break
+    return prepared, reason
+
+
+def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
+    """Returns the names with those of other platforms first: what is said at last is why this one cannot."""
+    return tuple(sorted(names, key=lambda name: IMPLEMENTATIONS[name].platform == platform))
+
+
+def _prepare(request: Request, branch: BranchSchedule, name: str) -> BranchSchedule:
+    own = IMPLEMENTATIONS[name]
+    return dataclasses.replace(own.prepare(request, branch), implementation=name, traits=own.traits)
+
+
+def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> None:
+    """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
+    for name in PREFERENCE:
+        implementation = IMPLEMENTATIONS[name]
+        for branch in branches:
+            prepared = _prepare(request, branch, name)
+            if implementation.obstacle(request._replace(unmapped=()), prepared) is None:
+                reason = implementation.obstacle(request, prepared)
+                if reason is not None:
+                    warn(f"attention is computed without a fused kernel: {reason}")
+                return

@@ -1,0 +1,316 @@
+"""The implementation "mosaic": kernels in Pallas that know every mask, over lists of the tiles that meet.
+
+Laid out as these kernels have them: queries [B, N, T, H], keys [B, K, S, H], T and S the slots of a shard, chunk after
+chunk. Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is
+said by the masks.
+"""
+
+import abc
+import dataclasses
+from importlib import metadata
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Shaped
+
+from ringjax._kernels import tpu
+from ringjax._kernels.operands import Given, Stats
+from ringjax._meeting import block
+from ringjax._meeting.block import Keys, Weighting
+from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
+from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
+from ringjax._meeting.protocol import Implementation, KernelGradients, KernelPartial, Request
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+from ringjax._schedule.traits import Traits
+
+LANES = 128  # rows of tiles are multiples of these
+# The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
+# is read, which the v6e with its many products needs.
+ROWS_BY_KIND = {"v6": (1024, 512)}
+MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
+# The GPUs whose matrix units the kernels for GPUs use.
+HOPPER = "H100", "H200", "H800", "H20", "GH200"
+FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
+# CUDA 12.8.0 to 12.9.0, whose assembler miscompiles masked kernels: jax refuses its own with them too.
+MISCOMPILING = (12, 8), (12, 9, 86)
+# What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
+_NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
+_PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
+
+
+@runtime_checkable
+class Kernels(Protocol):
+    """The kernels for one kind of devices; `tpu` says what each computes.
+
+    `PARTS` are the numbers of tiles that may come by in one step.
+    """
+
+    @property
+    def PARTS(self) -> tuple[int, ...]: ...  # noqa: N802
+
+    forward: Any
+    backward_queries: Any
+    backward_keys: Any
+
+
+class MosaicQueries(NamedTuple):
+    """What the backward needs of each row of queries; the lse is +inf where the row attends to nothing."""
+
+    query: Float[Array, "B N T H"]
+    out_grad: Float[Array, "B N T V"]
+    lse: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic(Implementation):
+    """The implementation by kernels; `interpret` runs them anywhere, slowly, as Pallas takes it."""
+
+    interpret: Any = False
+
+    slots_axis = 2
+    traits = Traits()
+    dtypes: ClassVar[tuple[str, str]]  # those that it computes in
+
+    @property
+    @abc.abstractmethod
+    def kernels(self) -> Kernels:
+        """The kernels."""
+
+    @abc.abstractmethod
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, None where they can."""
+
+    @abc.abstractmethod
+    def tile_rows(self, request: Request) -> tuple[int, int]:
+        """Returns the most rows of tiles of queries and of keys."""
+
+    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+        """Returns why it cannot serve a request in a branch, None where it can."""
+        del branch
+        if not self.interpret and (reason := self.obstacle_of_hardware(request)):
+            return reason
+        if request.query.dtype not in self.dtypes:
+            return f"it computes in {' and '.join(self.dtypes)}, and query is of {request.query.dtype}"
+        if request.precision not in _PRECISIONS:
+            return f"it computes products at the default precision or the highest, and precision={request.precision!r}"
+        return request.obstacle_to_kernels()
+
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
+        return dataclasses.replace(branch.in_whole_chunks(), tile_rows=self.tile_rows(request))
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Puts heads before rows."""
+        del side
+        return rearrange(rows, "B m K (G D) -> B (K G) m D", G=groups or 1)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        """Undoes `lay_out`, given the number of key/value heads."""
+        del side
+        return rearrange(tiles, "B (K G) m D -> B m K (G D)", K=heads)
+
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
+        """Returns the masks of tiles of queries."""
+        mask = self._tile(mask_queries(_unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
+        return View(mask, outline_queries(mask, 1), slots.documents is not None)
+
+    def see_keys(self, slots: Slots) -> View:
+        """Returns the masks of tiles of keys."""
+        mask = mask_keys(_unfold(slots), are_chunks_apart=False)
+        # All slots hold a key, or say whether they do; those that fill tiles do not.
+        is_key = mask.position >= 0
+        mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
+        mask = self._tile(mask, _tile_rows(slots)[1])
+        is_member = slots.rows.heads.is_member
+        return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
+
+    def start(self, query: Float[Array, "B N T H"], keys: Keys) -> KernelPartial:
+        """Returns the attention on nothing."""
+        row = jnp.zeros_like(query[..., 0], jnp.float32)  # [B, N, T]
+        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
+
+    def forward(
+        self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: KernelPartial
+    ) -> KernelPartial:
+        """Adds the attention of queries on keys to that on others, where there are any."""
+        mask, length = make_mask(meeting), query.shape[2]
+        of_queries, of_keys = mask.queries.last, mask.keys.position
+        key, value = (_pad(array, of_keys) for array in keys)
+        before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
+        dtype = query.dtype if meeting.is_all else jnp.float32
+        given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret, dtype)
+        out, lse = self.kernels.forward(given, before)
+        return KernelPartial(out[:, :, :length], lse[:, :, :length])
+
+    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
+        """Returns the output and the lse of each row."""
+        return partial.out, partial.lse
+
+    def of_queries(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
+        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+        return block.of_queries(out, lse, out_grad, lse_grad)
+
+    def make_queries(self, *arrays: Array) -> MosaicQueries:
+        """Makes what `backward` takes, of arrays that are laid out."""
+        query, out_grad, lse, delta = arrays
+        return MosaicQueries(query, out_grad, lse[..., 0], delta[..., 0])
+
+    def start_gradients(self, queries: MosaicQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
+        """Returns the gradients of nothing but those given."""
+        del step
+        arrays = {"query": queries.query, **keys._asdict()}
+        if given:  # the others begin in the kernels: zeros would be arrays that these read
+            return KernelGradients(**{**dict.fromkeys(arrays), **given})
+        return KernelGradients(**{name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items()})
+
+    def backward(
+        self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+    ) -> KernelGradients:
+        """Adds what the pairs that meet contribute to sums of gradients under way."""
+        mask, length, key_length = make_mask(meeting), queries.query.shape[2], keys.key.shape[2]
+        of_queries, of_keys = mask.queries.last, mask.keys.position
+        padded = MosaicQueries(*(_pad(array, of_queries) for array in queries))
+        key, value = (_pad(array, of_keys) for array in keys)
+        dtype = padded.query.dtype if meeting.is_all else jnp.float32
+        given = Given(padded.query, key, value, mask, weighting, self.interpret, dtype)
+        # Products are of arrays of one dtype.
+        out_grad, stats = padded.out_grad.astype(padded.query.dtype), Stats(padded.lse, padded.delta)
+        given = given._replace(out_grad=out_grad, stats=stats)
+
+        def before(of_mask: Array, *sums: Any) -> Any:
+            is_first = meeting.is_only or sums[0] is None
+            return None if is_first else tuple(_pad(one, of_mask) for one in sums)
+
+        query_grad = self.kernels.backward_queries(given, before(of_queries, grads.query))
+        keys_grad = self.kernels.backward_keys(given, before(of_keys, grads.key, grads.value))
+        return KernelGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
+
+    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values."""
+        del weighting  # the kernel's
+        return grads.query, grads.key, grads.value
+
+    def _tile(self, mask: Any, most_rows: int) -> Any:
+        return _tile(mask, most_rows, self.kernels.PARTS)
+
+
+class MosaicTpu(Mosaic):
+    """The implementation by kernels for TPUs."""
+
+    platform = "tpu"
+    dtypes = "bfloat16", "float32"
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels."""
+        return tpu
+
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, None where they can."""
+        if request.platform != self.platform:
+            return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
+        return None
+
+    def tile_rows(self, request: Request) -> tuple[int, int]:
+        """Returns the most rows of tiles of queries and of keys."""
+        if request.block_size is not None:
+            rows = min(request.block_size, MAX_TILE_ROWS)
+            return rows, rows
+        return next((size for part, size in ROWS_BY_KIND.items() if part in request.device_kind), (512, 512))
+
+
+class MosaicGpu(Mosaic):
+    """The implementation by kernels for Hopper GPUs."""
+
+    platform = "cuda"
+    dtypes = "bfloat16", "float16"
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels, which no other devices need to be able to import."""
+        from ringjax._kernels import gpu  # noqa: PLC0415
+
+        return gpu
+
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, None where they can."""
+        if request.platform != self.platform:
+            return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
+        if not any(name in request.device_kind.upper() for name in HOPPER):
+            return f"of GPUs it runs on {', '.join(HOPPER)}, and the devices are {request.device_kind!r}"
+        if jax.__version_info__ < FIRST_JAX:
+            return f"on GPUs it needs jax {'.'.join(map(str, FIRST_JAX))}, and this is {jax.__version__}"
+        assembler = _version_of("nvidia-cuda-nvcc-cu12")
+        if assembler and MISCOMPILING[0] <= assembler < MISCOMPILING[1]:
+            found = ".".join(map(str, assembler))
+            return f"nvidia-cuda-nvcc-cu12 {found} miscompiles masked kernels: install 12.9.86 or later"
+        widths = request.query.shape[-1], request.value.shape[-1]
+        if not {64, 128}.issuperset(widths):
+            return f"on GPUs heads must be 64 or 128 wide in query and in value: they are {widths[0]} and {widths[1]}"
+        return None
+
+    def tile_rows(self, request: Request) -> tuple[int, int]:
+        """Returns the most rows of tiles of queries and of keys: those that registers have room for."""
+        del request
+        return LANES, LANES
+
+
+def _version_of(package: str) -> tuple[int, ...] | None:
+    """Returns the version of an installed package, None where it is not."""
+    try:
+        return tuple(int(part) for part in metadata.version(package).split(".")[:3])
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _unfold(slots: Slots) -> Slots:
+    """Returns slots with their documents in the tiles of the side."""
+    if slots.documents is None:
+        return slots
+    sizes = {"C": slots.side.chunks_per_tile, "R": slots.side.block_rows}
+    return slots._replace(documents=rearrange(slots.documents, "B O (J C R) -> J B C O R", **sizes))
+
+
+def _tile_rows(slots: Slots) -> tuple[int, int]:
+    assert slots.branch.tile_rows is not None
+    return slots.branch.tile_rows
+
+
+def _tile(mask: Any, most_rows: int, parts: tuple[int, ...]) -> Any:
+    """Cuts masks of chunks [J, A, C, O, R], or [J, B, C, K, G, R], into tiles, the last with rows that are none."""
+
+    def cut(path: Any, array: Array) -> Array:
+        rows = jnp.moveaxis(array, (0, 2), (-3, -2))
+        rows = rows.reshape(*rows.shape[:-3], -1)  # [A, O, J * C * R]
+        fill = jnp.asarray(_NONE.get(getattr(path[-1], "name", ""), 0), rows.dtype)
+        count, size = _tiles(rows.shape[-1], most_rows, parts)
+        rows = jnp.pad(rows, _ends(rows, -1, count * size), constant_values=fill)
+        tiles = rows.reshape(*rows.shape[:-1], count, size)
+        return jnp.moveaxis(tiles, -2, 0)[:, :, None]  # [I, A, 1, O, R]
+
+    return jax.tree_util.tree_map_with_path(cut, mask)
+
+
+def _pad(array: Array, of_mask: Array, axis: int = 2) -> Array:
+    """Adds rows of zeros, as many as masks of tiles have."""
+    return jnp.pad(array, _ends(array, axis, of_mask.shape[0] * of_mask.shape[-1]))
+
+
+def _ends(array: Array, axis: int, size: int) -> list[tuple[int, int]]:
+    ends = [(0, 0)] * array.ndim
+    ends[axis] = 0, size - array.shape[axis]
+    return ends
+
+
+def _tiles(length: int, most_rows: int, choices: tuple[int, ...]) -> tuple[int, int]:
+    """Returns how many tiles there are of so many rows, and the rows of one: whole registers, and whole steps."""
+    least = -(-length // most_rows)
+    rows = -(-length // (least * LANES)) * LANES
+    count = -(-length // rows)
+    # Steps of several tiles, where that adds a quarter at most.
+    parts = next(parts for parts in choices if 4 * (-(-count // parts) * parts) <= 5 * count)
+    return -(-count // parts) * parts, rows

@@ -1,0 +1,225 @@
+"""What a kernel reads and writes, tile by tile: arrays of heads, masks of rows, and where each is for two tiles.
+
+Letters: B batch, K key/value heads, N query heads, G of them for each key/value head; masks are tiled as in
+`_meeting.mask`, with one chunk. Tiles of one side stay, while those of the other side come by.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.mask import Mask, Visits
+
+QUERIES, KEYS = 0, 1  # the sides
+LOG2E = 1 / math.log(2)  # kernels take powers of two
+# What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
+LEAST = -0.7 * float(np.finfo(np.float32).max)
+
+
+class Stats(NamedTuple):
+    """What the backward needs of each query: its lse, infinite where it attends to nothing, and its delta."""
+
+    lse: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
+
+
+class Given(NamedTuple):
+    """What meets: rows of queries and of keys, laid out in tiles, and their mask; the last two for gradients alone.
+
+    `interpret` says how Pallas interprets kernels, if it does. Results are of the `result_dtype`, but for the lse.
+    """
+
+    query: Float[Array, "B N T H"]
+    key: Float[Array, "B K S H"]
+    value: Float[Array, "B K S V"]
+    mask: Mask
+    weighting: Weighting
+    interpret: Any = False
+    result_dtype: Any = jnp.float32
+    out_grad: Float[Array, "B N T V"] | None = None
+    stats: Stats | None = None
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call: `rows` are those of the tiles of each side, `parts` the tiles of a side in one step.
+
+    There are so many `lists` of tiles that meet.
+    """
+
+    batch: int
+    kv_heads: int
+    groups: int
+    rows: tuple[int, int]
+    parts: tuple[int, int]
+    lists: int
+    stays: int
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of queries and of keys, in all batches."""
+        return self.batch * self.kv_heads * self.groups, self.batch * self.kv_heads
+
+    def place(self, head: Any, group: Any, stays: Any, passes: Any) -> "Place":
+        """Returns where a head of the side that stays is, in the group of a head of keys, and two tiles."""
+        if self.stays == QUERIES:
+            return Place((head, jax.lax.div(head, np.int32(self.groups))), (stays, passes))
+        return Place((head * self.groups + group, head), (passes, stays))
+
+
+class Place(NamedTuple):
+    """Where a kernel is: the number of the head on each side, and of the tiles."""
+
+    heads: tuple[Any, Any]
+    tiles: tuple[Any, Any]
+
+
+class KernelOperand(NamedTuple):
+    """An array that kernels read or write tile by tile: [any, rows, width], or [any, 1, rows] of numbers.
+
+    `number(place)` says which one of the first dimension.
+    """
+
+    array: Any
+    side: int
+    is_row: bool
+    number: Callable[[Place], Any]
+
+    @property
+    def axis(self) -> int:
+        """The axis of rows."""
+        return 2 if self.is_row else 1
+
+
+class KernelCall(NamedTuple):
+    """A kernel, and what it reads and writes.
+
+    `results` are shapes, or the arrays that it adds to; `operations` those of a pair of a query and a key. So many
+    `parts`, tiles, come by in one step; `scratch` is what the kernel keeps.
+    """
+
+    name: str
+    kernel: Any
+    mask: Mask
+    stays: int
+    queries: tuple[Any, ...]
+    keys: tuple[Any, ...]
+    stats: Any
+    results: tuple[Any, ...]
+    operations: int
+    parts: int = 1
+    scratch: tuple[Any, ...] = ()
+    interpret: Any = False
+
+    @property
+    def varying(self) -> Any:
+        """Along which axes of a mesh the results vary: as the queries do, and no mask along more."""
+        return jax.typeof(self.queries[0]).manual_axis_type
+
+    @property
+    def visits(self) -> Visits:
+        """Which tiles meet, by those that stay."""
+        return self.mask.visits if self.stays == QUERIES else self.mask.visits.transposed()
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes."""
+        rows = self.mask.queries.last.shape[-1], self.mask.keys.position.shape[-1]
+        (batch, heads, *_), kv_heads = self.queries[0].shape, self.keys[0].shape[1]
+        parts = (1, self.parts) if self.stays == QUERIES else (self.parts, 1)
+        lists = self.mask.visits.meets.shape[0]
+        return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays)
+
+    def outs(self) -> list[KernelOperand]:
+        """Returns what it writes."""
+        return [_of_heads(shape, self.stays, is_row=len(shape.shape) == 3) for shape in self.results]
+
+    def operands(self) -> tuple[Any, ...]:
+        """Returns what it reads, in trees: the masks of both sides, queries, keys, stats, and what is added to."""
+        of_side = lambda arrays, side: tuple(_of_heads(array, side) for array in arrays)
+        return (
+            _masks(self.mask, self.sizes),
+            of_side(self.queries, QUERIES),
+            of_side(self.keys, KEYS),
+            jax.tree.map(lambda array: _of_heads(array, QUERIES, is_row=True), self.stats),
+            tuple(out for out in self.outs() if isinstance(out.array, jax.Array)),
+        )
+
+    def take_back(self, found: list[Array]) -> list[Array]:
+        """Returns results in the shapes and dtypes that were asked for."""
+        return [array.reshape(one.shape).astype(one.dtype) for array, one in zip(found, self.results, strict=True)]
+
+    def cost(self, arrays: list[Any]) -> pl.CostEstimate:
+        """Returns what compilers take the kernel for, who see none of it: the products of all pairs."""
+        pairs = math.prod(self.queries[0].shape[:3]) * self.keys[0].shape[2]
+        num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
+        return pl.CostEstimate(flops=pairs * self.operations, transcendentals=pairs, bytes_accessed=num_bytes)
+
+
+def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
+    """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
+    query, width = given.query, given.value.shape[-1]
+    shape = lambda dtype, *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), dtype)
+    results = before or (shape(given.result_dtype, width), shape(jnp.float32))
+    arrays = (query,), (given.key, given.value), ()
+    operations = 2 * (query.shape[-1] + width)
+    return KernelCall("forward", kernel, given.mask, QUERIES, *arrays, results, operations, interpret=given.interpret)
+
+
+def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> KernelCall:
+    """Returns the call of a kernel for the gradient of queries, or those of keys and values: whichever stay.
+
+    They are added to what is `before`.
+    """
+    query, keys = given.query, (given.key, given.value)
+    of_stays = (query,) if stays == QUERIES else keys
+    results = before or tuple(jax.ShapeDtypeStruct(array.shape, given.result_dtype) for array in of_stays)
+    arrays = (query, given.out_grad), keys, given.stats, results
+    operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
+    name = "query_gradient" if stays == QUERIES else "key_gradient"
+    return KernelCall(name, kernel, given.mask, stays, *arrays, operations, interpret=given.interpret)
+
+
+def flatten(given: Any) -> tuple[list[KernelOperand], Any]:
+    """Returns the operands of a tree, and its structure."""
+    return jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, KernelOperand))
+
+
+def _of_heads(array: Any, side: int, is_row: bool = False) -> KernelOperand:
+    """An array [B, heads, rows, width], or [B, heads, rows] of numbers, or its shape."""
+    shape = (math.prod(array.shape[:2]), *([1] if is_row else []), *array.shape[2:])
+    flat = array.reshape(shape) if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(shape, array.dtype)
+    return KernelOperand(flat, side, is_row, lambda place: place.heads[side])
+
+
+def _of_mask(array: Array, side: int, sizes: Sizes) -> KernelOperand:
+    """An array of a mask [I, A, 1, O, R], or of streams [I, B, 1, K, G, R]."""
+    tiles, batches, _, heads, *_, rows = array.shape
+    flat = jnp.moveaxis(array, 0, -2).reshape(-1, 1, tiles * rows)  # [A * O, 1, I * R]
+    if array.ndim > 5:
+        return KernelOperand(flat, side, True, lambda place: place.heads[side])
+
+    def number(place: Place) -> Any:
+        kv_head = place.heads[KEYS]
+        batch = jax.lax.div(kv_head, np.int32(sizes.kv_heads)) if batches > 1 else 0
+        return batch * heads + (jax.lax.rem(kv_head, np.int32(sizes.kv_heads)) if heads > 1 else 0)
+
+    return KernelOperand(flat, side, True, number)
+
+
+def _masks(mask: Mask, sizes: Sizes) -> tuple[Any, Any]:
+    """Returns the masks of both sides as operands, of numbers that have a sign."""
+    # A key that is none is at a position of its own, which no interval holds: all others are numbers above.
+    position = mask.keys.position
+    if mask.keys.is_key is not None:
+        position = jnp.where(mask.keys.is_key, position, -1)
+    is_word = lambda array: array.dtype == jnp.uint32
+    words = lambda array: jax.lax.bitcast_convert_type(array, jnp.int32) if is_word(array) else array.astype(jnp.int32)
+    of_side = lambda tree, side: jax.tree.map(lambda array: _of_mask(words(array), side, sizes), tree)
+    return of_side(mask.queries, QUERIES), of_side(mask.keys._replace(position=position, is_key=None), KEYS)

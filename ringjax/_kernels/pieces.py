@@ -1,0 +1,200 @@
+"""The pieces of a meeting: rows of two chunks in which kernels can tell which attend, all or by diagonals and spans.
+
+B batch, with the chunks in it; R rows of a chunk.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ringjax._definition.branch import Window
+from ringjax._kernels.spans import Labels, Span, are_apart, find_runs, find_shared
+from ringjax._meeting.block import Keys
+from ringjax._meeting.meeting import Meeting, Slots
+from ringjax._schedule.schedule import BranchSchedule
+
+
+class Pairs(NamedTuple):
+    """Which rows of queries attend to which rows of keys: all, or those up to the diagonal where it `is_causal`.
+
+    With a `window`, only that many, the nearest. With `spans`, only rows that are in the span of the same number on
+    both sides, and the diagonal begins at the first rows of these two spans. Rows outside of all spans attend to none.
+    """
+
+    is_causal: bool = False
+    window: int | None = None
+    spans: tuple[Span, Span] | None = None
+
+
+class ChunkView(NamedTuple):
+    """What is seen of a side: the order of the shard, the place of its rows among its chunks' slots, and their labels.
+
+    The order is smaller where the first rows that a shard computes are earlier. Labels are None where all rows that
+    meet attend.
+    """
+
+    order: Any
+    place: range
+    labels: Labels | None
+
+    def of_batch(self, size: int) -> "ChunkView":
+        """Returns the view of so many batches and chunks: labels may be the same for all batches."""
+        spread = lambda array: jnp.tile(array, (size // array.shape[0], 1))
+        return self._replace(labels=jax.tree.map(spread, self.labels))
+
+
+def see(slots: Slots) -> ChunkView:
+    """Returns what is seen of the slots of a shard."""
+    side, branch = slots.side, slots.branch
+    holder, slot = branch.origin(slots.shards[0], 0)
+    begin, size = side.begin // side.step, side.num_slots // side.num_chunks
+    labels = _labels(slots) if has_spans(branch, slots.documents is not None) else None
+    return ChunkView(holder * branch.queries.num_slots + slot, range(begin, begin + size), labels)
+
+
+def window_of(branch: BranchSchedule) -> int | None:
+    """Returns the size of a branch that is a window, None for others."""
+    return branch.branch.size if isinstance(branch.branch, Window) else None
+
+
+def has_spans(branch: BranchSchedule, has_documents: bool) -> bool:
+    """Whether not all rows that meet attend to each other, but those of spans."""
+    return branch.branch.is_by_group and (has_documents or not branch.is_dense)
+
+
+def _labels(slots: Slots) -> Labels:
+    """Returns the segment and the document of each row."""
+    side, (token, is_row) = slots.side, slots.tokens()
+    of_chunks = lambda array: array.reshape(side.num_chunks, -1)  # [C, R]
+    segment = of_chunks(side.branch.group(token).astype(jnp.int32))
+    segment = segment if is_row is None else jnp.where(of_chunks(is_row), segment, -1)
+    if slots.documents is None:
+        return Labels(segment, segment)
+    document = slots.documents[..., 0].reshape(-1, *segment.shape)  # [B, C, R]
+    is_one = (document >= 0) & (segment >= 0)
+    flat = lambda array: jnp.where(is_one, array, -1).reshape(-1, segment.shape[1])
+    return Labels(flat(segment), flat(document))
+
+
+class Piece(NamedTuple):
+    """Some rows of queries and of keys that meet, and which of them attend to each other.
+
+    All do, or those up to the diagonal where it `is_causal`, in a `window` if there is one. Where rows have `labels`,
+    only rows with the same labels do. Where it `is_turned`, those up to the diagonal do, of rows in reversed order.
+    `is_same` says that both sides are the same rows.
+    """
+
+    queries: slice
+    keys: slice
+    labels: tuple[Labels, Labels] | None = None
+    is_same: bool = False
+    is_causal: bool = False
+    window: int | None = None
+    is_turned: bool = False
+
+    @property
+    def is_told(self) -> Any:
+        """Whether labels tell which rows attend to each other; else these have not been as they should."""
+        if self.labels is None:
+            return jnp.ones(1, bool)
+        return self.labels[0].is_sorted if self.is_same else are_apart(*self.labels)
+
+    def turn(self, array: Array) -> Array:
+        """Reverses the order of rows, where it is."""
+        return array[:, ::-1] if self.is_turned else array
+
+    def over(self, compute: Callable[[Pairs], Any], join: Callable[[Any, Any], Any], most: int) -> Any:
+        """Returns what is computed of all pairs, joined where there are more spans than a kernel takes at once."""
+        pairs = Pairs(self.is_causal or self.is_turned, self.window)
+        if self.labels is None:
+            return compute(pairs)
+        if not self.is_same:
+            return compute(pairs._replace(spans=find_shared(*self.labels)))
+        runs, size = find_runs(self.labels[0]), min(most, self.labels[0].document.shape[1])
+
+        def of_some(number: Any) -> Any:
+            span = runs.spans(number * size, size)
+            return compute(pairs._replace(spans=(span, span)))
+
+        # Most often these are all.
+        joined = of_some(jnp.int32(0))
+        return jax.lax.fori_loop(1, -(-runs.most // size), lambda i, total: join(total, of_some(i)), joined)
+
+
+def switch(meeting: Meeting, compute: Callable[..., Any], queries: Any, keys: Keys) -> Any:
+    """Computes the pieces of a meeting: where its case is known beforehand, with that case alone."""
+    branch, batch = meeting.branch, keys.key.shape[0]
+    views = meeting.queries.of_batch(batch), meeting.keys.of_batch(batch)
+    # By the order of the shards: the same, keys that are earlier, and later ones.
+    ways = list(_own_pieces(branch, *views)), *_other_pieces(branch, *views)
+    if not branch.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
+        ways = (ways[0],) * 3
+    possible = ways if not isinstance(meeting.hops, int) else ways[1:] if meeting.hops else ways[:1]
+    cases = [way for number, way in enumerate(possible) if not any(way is other for other in possible[:number])]
+    case = 0
+    if len(cases) > 1:
+        way = jnp.where(meeting.keys.order < meeting.queries.order, 1, 2 * (meeting.keys.order > meeting.queries.order))
+        case = jnp.array([next((i for i, one in enumerate(cases) if one is way), 0) for way in ways])[way]
+    if meeting.is_new is not True:
+        case, cases = jnp.where(meeting.is_new, case, len(cases)), [*cases, []]
+    if len(cases) == 1:
+        return compute(cases[0], queries, keys)
+    return jax.lax.switch(case, [functools.partial(compute, pieces) for pieces in cases], queries, keys)
+
+
+def _own_pieces(branch: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[Piece]:
+    """The pieces of one shard's rows, of which a side may be some: the same rows, and those before and behind them."""
+    start, stop = max(queries.place.start, keys.place.start), min(queries.place.stop, keys.place.stop)
+    window = window_of(branch)
+    piece = functools.partial(_piece, queries, keys)
+    yield piece((start, stop), (start, stop), is_same=True, is_causal=branch.is_causal, window=window)
+    (first, last), (first_key, last_key) = ((view.place.start, view.place.stop) for view in (queries, keys))
+    others = [((stop, last), (first_key, stop)), ((start, stop), (first_key, start))]  # with earlier keys
+    if not branch.is_causal:
+        others += [((first, start), (start, last_key)), ((start, stop), (stop, last_key))]
+    for some, some_keys in others:
+        if some[0] < some[1] and some_keys[0] < some_keys[1]:
+            yield from _across(branch, piece, some, some_keys)
+
+
+# Two shards of a balanced ring, each with an early and a late half of rows: of the shard whose early half is earlier,
+# the late half is later, because the numbers of the halves of a shard have the same sum on all. So either all queries
+# come after the early keys, and before the late ones, or the late queries come after all keys, and the early ones
+# before: each time half of the pairs, without a mask.
+
+
+def _other_pieces(branch: BranchSchedule, queries: ChunkView, keys: ChunkView) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of two shards' rows, where the keys are earlier and where they are later."""
+    whole = [(view.place.start, view.place.stop) for view in (queries, keys)]
+    piece = functools.partial(_piece, queries, keys)
+    if branch.is_balanced:
+        half = len(queries.place) // 2
+        return [piece(whole[0], (0, half))], [piece((half, 2 * half), whole[1])]
+    earlier = list(_across(branch, piece, *whole))
+    return earlier, ([] if branch.is_causal else earlier)
+
+
+def _across(
+    branch: BranchSchedule, piece: Callable[..., Piece], queries: tuple[int, int], keys: tuple[int, int]
+) -> Iterator[Piece]:
+    """The piece of rows of other tokens: all of them, or as far as a window of earlier ones goes."""
+    window = window_of(branch)
+    if window is None:
+        yield piece(queries, keys)
+    elif window > 1:
+        # Query i sees the last w - 1 keys but for i of them: those up to the diagonal, counted from the end.
+        yield piece((queries[0], queries[0] + window - 1), (keys[1] - window + 1, keys[1]), is_turned=True)
+
+
+def _piece(
+    queries: ChunkView, keys: ChunkView, query_rows: tuple[int, int], key_rows: tuple[int, int], **more: Any
+) -> Piece:
+    cut = lambda view, rows: slice(rows[0] - view.place.start, rows[1] - view.place.start)
+    of_queries, of_keys = cut(queries, query_rows), cut(keys, key_rows)
+    if queries.labels is None or keys.labels is None:
+        return Piece(of_queries, of_keys, **more)
+    return Piece(of_queries, of_keys, (queries.labels.cut(of_queries), keys.labels.cut(of_keys)), **more)

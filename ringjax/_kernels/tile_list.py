@@ -1,0 +1,130 @@
+"""The lists of tiles that meet, over which the grids of kernels run; how many there are is known when run.
+
+Letters: L lists, one for each batch of masks; I tiles that stay, J tiles that come by, P of them in one step.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from ringjax._meeting.mask import Visits
+
+# What a step finds where it multiplies: nothing, tiles that a mask cuts, tiles that none cuts, or some of all these.
+NOTHING, CUT, WHOLE, SOME = range(4)
+_FIRST, _LAST, _PARTS, _LIST = 2, 3, 4, 12  # the bits of what a step is told, with room for eight parts
+_HALF = 16
+
+
+class TileList(NamedTuple):
+    """The steps of a kernel: of each the tile that stays and the tiles that come by, and what it finds there.
+
+    The steps of one tile that stays follow each other. Each such tile has a step, so that its results are written. All
+    tiles that might meet have an entry, and the first so many of these, the `length`, are steps.
+    """
+
+    tiles: Int[Array, "entries"]
+    notes: Int[Array, "entries"]
+    length: Int[Array, ""]
+
+
+class Stretches(NamedTuple):
+    """The tiles that stay, of each list those that meet most first, and where what each meets is in a list."""
+
+    tile: Int[Array, "L I"]
+    start: Int[Array, "L I"]
+    stop: Int[Array, "L I"]
+
+
+class Step(NamedTuple):
+    """What a step is told, of scalars that a kernel reads; it is taken by each of the heads that share a tile."""
+
+    note: Any
+    head: Any = 0
+    num_heads: int = 1
+
+    @property
+    def case(self) -> Any:
+        """What it finds."""
+        return self.note & 3
+
+    @property
+    def is_first(self) -> Any:
+        """Whether it is the first one of the tile that stays."""
+        is_first = self.note >> _FIRST & 1 != 0
+        return is_first if self.num_heads == 1 else is_first & (self.head == 0)
+
+    @property
+    def is_last(self) -> Any:
+        """Whether it is the last one of the tile that stays."""
+        is_last = self.note >> _LAST & 1 != 0
+        return is_last if self.num_heads == 1 else is_last & (self.head == self.num_heads - 1)
+
+    def meets(self, part: Any) -> Any:
+        """Whether one of the tiles that come by meets the one that stays."""
+        return self.note >> (_PARTS + part) & 1 != 0
+
+    @property
+    def list(self) -> Any:
+        """The number of its list."""
+        return self.note >> _LIST
+
+
+def staying(tile: Any) -> Any:
+    """Returns the number of the tile that stays."""
+    return tile >> _HALF
+
+
+def passing(tile: Any) -> Any:
+    """Returns the number of the tiles that come by."""
+    return tile & (1 << _HALF) - 1
+
+
+def list_tiles(visits: Visits, parts: int) -> TileList:
+    """Returns the list of the tiles that meet, by those of queries, with so many tiles of keys in one step."""
+    meets, is_whole = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in visits)
+    meets, is_whole = (array.reshape(*array.shape[:2], -1, parts) for array in (meets, is_whole))  # [L, I, J, P]
+    lists, rows, columns, _ = meets.shape
+    if max(rows, columns) >= 1 << _HALF - 1 or meets.size >= 2**31:
+        words = "are too many on one device: use more devices, or implementation='xla'"
+        raise ValueError(f"{rows} tiles of queries or keys and {columns} of the others {words}")
+    number, row, column = _numbers(lists, rows, columns)
+    some, every, whole = meets.any(axis=-1), meets.all(axis=-1), (meets & is_whole).all(axis=-1)
+    case = jnp.where(whole, WHOLE, jnp.where(every, CUT, jnp.where(some, SOME, NOTHING)))
+    bits = jnp.sum(meets.astype(jnp.int32) << _PARTS + jnp.arange(parts, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
+    note = case.astype(jnp.int32) | bits | number << _LIST
+    # A tile that meets none takes the first step, and finds nothing.
+    is_step = some | ~some.any(axis=2, keepdims=True) & (column == 0)
+    return _list_steps(is_step, row << _HALF | column, note)
+
+
+def find_stretches(visits: Visits) -> Stretches:
+    """Returns where the tiles that each tile meets are in the list of `list_tiles`, with one of them in a step.
+
+    A tile that meets none has an empty stretch: the step that it has in the list is passed over. Who begins with the
+    longest stretches ends with short ones, and no processor is left alone with a long one.
+    """
+    length = visits.meets.sum(axis=2, dtype=jnp.int32)  # [L, I]
+    steps = jnp.maximum(length, 1)
+    start = jnp.cumsum(steps, dtype=jnp.int32).reshape(steps.shape) - steps
+    order = jnp.argsort(-length, axis=1).astype(jnp.int32)
+    return Stretches(order, *(jnp.take_along_axis(array, order, axis=1) for array in (start, start + length)))
+
+
+def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:
+    size, columns = is_step.size, is_step.shape[2]
+    flat = lambda array: jnp.broadcast_to(array, is_step.shape).reshape(-1)
+    # By their numbers; entries that are no steps come last, behind the length. One sort, as gathers are slow on TPUs.
+    number = jnp.where(flat(is_step), jnp.arange(size, dtype=jnp.int32), size)
+    number, tiles, notes = jax.lax.sort((number, flat(tile), flat(note)), num_keys=1, is_stable=False)
+    row = number // columns
+    is_new = jnp.append(True, row[1:] != row[:-1])
+    is_last = jnp.append(is_new[1:], True)
+    edges = is_new.astype(jnp.int32) << _FIRST | is_last.astype(jnp.int32) << _LAST
+    return TileList(tiles, notes | edges, is_step.sum(dtype=jnp.int32))
+
+
+def _numbers(*shape: int) -> list[Array]:
+    of_axis = lambda own: [-1 if axis == own else 1 for axis in range(len(shape))]
+    return [jnp.arange(size, dtype=jnp.int32).reshape(of_axis(axis)) for axis, size in enumerate(shape)]

@@ -1,0 +1,287 @@
+"""Kernels for TPUs: attention of tiles of queries on tiles of keys, with any mask, forward and backward.
+
+They compute what `_meeting.block` computes with XLA. Letters: B batch, K key/value heads, N query heads, T queries, S
+keys, H width of queries and keys, V width of values, Rq and Rk the rows of a tile of queries and of keys.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from ringjax._definition import dropout
+from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, KernelCall, Sizes, forward_call, gradient_call
+from ringjax._kernels.tile_list import CUT, SOME, WHOLE, Step
+from ringjax._kernels.tpu_call import launch
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.mask import is_allowed
+
+LANES = 128  # the columns of a register
+# The numbers of tiles that may come by in a step, and the most rows of these.
+PARTS = 4, 2, 1
+STEP_ROWS = 2048
+_HALVED_ROWS = 512  # the rows of tiles of queries that are computed in halves
+
+Sums = tuple[Array, ...]
+
+
+def _parts(of_mask: Array) -> int:
+    """Returns how many tiles come by in a step."""
+    count, rows = of_mask.shape[0], of_mask.shape[-1]
+    return next(parts for parts in PARTS if count % parts == 0 and (parts * rows <= STEP_ROWS or parts == 1))
+
+
+# In a kernel. Numbers of rows lie along lanes, [1, R]; where they have to lie along sublanes, they are transposed once
+# for a step, to columns that are all the same: [R, LANES].
+
+
+def _column(row: Array) -> Array:
+    return jnp.broadcast_to(row, (LANES, row.shape[-1])).T
+
+
+def _columns(refs: Any) -> Any:
+    return jax.tree.map(lambda ref: _column(ref[0]), refs)
+
+
+def _widen(columns: Any, width: int) -> Any:
+    """Makes so many of columns that are all the same."""
+    repeat = lambda column: jnp.tile(column, (1, width // LANES)) if width % LANES == 0 else column[:, :1]
+    return jax.tree.map(repeat, columns)
+
+
+def _rows(refs: Any, at: Any) -> Any:
+    return jax.tree.map(lambda ref: ref[0, :, at], refs)
+
+
+def _for_parts(
+    step: Step,
+    parts: int,
+    prepare: Callable[[bool], Any],
+    compute: Callable[[Any, Any, bool], None],
+    has_cut_path: bool,
+) -> None:
+    """Computes the parts that meet the tile which stays.
+
+    `prepare(is_cut)` gives what all of them need, and `compute(prepared, part, is_cut)` is called for each. All parts
+    in a row keep the units busy, and take long to compile: those that are cut only where it `has_cut_path`.
+    """
+
+    def in_a_row(is_cut: bool) -> None:
+        prepared = prepare(is_cut)
+        for part in range(parts):
+            compute(prepared, part, is_cut)
+
+    def in_a_loop() -> None:
+        prepared = prepare(True)
+
+        @pl.loop(0, parts)
+        def _(part: Any) -> None:
+            pl.when(step.meets(part))(lambda: compute(prepared, part, True))
+
+    pl.when(step.case == WHOLE)(functools.partial(in_a_row, False))
+    if has_cut_path:
+        pl.when(step.case == CUT)(functools.partial(in_a_row, True))
+        if parts > 1:
+            pl.when(step.case == SOME)(in_a_loop)
+    else:
+        pl.when((step.case == CUT) | (step.case == SOME))(in_a_loop)
+
+
+def _multiply(one: Array, other: Array, contracting: tuple[int, int], weighting: Weighting) -> Array:
+    dimensions = ((contracting[0],), (contracting[1],)), ((), ())
+    return jax.lax.dot_general(
+        one, other, dimensions, precision=weighting.precision, preferred_element_type=jnp.float32
+    )
+
+
+def _scores(one: Array, other: Array, weighting: Weighting) -> Array:
+    product = _multiply(one, other, (1, 1), weighting)
+    if weighting.logits_soft_cap is None:
+        return product
+    return jnp.tanh(product * (weighting.scale / weighting.logits_soft_cap))
+
+
+def _drop(array: Array, masks: Any, rate: float) -> Array:
+    queries, keys = masks
+    start, step = (jax.lax.bitcast_convert_type(word, jnp.uint32) for word in queries.stream)
+    return jnp.where(dropout.is_kept(start, step, keys.position, rate), array * (1 / (1 - rate)), 0)
+
+
+def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """Returns the output and the lse of each query: zeros and -inf for one that attends to nothing.
+
+    Given those of other keys `before`, returns those of all.
+    """
+    kernel = functools.partial(_forward_kernel, weighting=given.weighting)
+    out, lse = _run(forward_call(kernel, given, before), (LANES, LANES, given.value.shape[-1]))
+    return out, lse
+
+
+def _run(call: KernelCall, widths: tuple[int, ...]) -> list[Array]:
+    """Runs a kernel that keeps so wide sums of the rows of a tile that stays."""
+    rows = call.sizes.rows[call.stays]
+    scratch = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
+    passes = call.mask.keys.position if call.stays == QUERIES else call.mask.queries.last
+    return launch(call._replace(scratch=scratch, parts=_parts(passes)))
+
+
+def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
+    (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
+    (out_ref, lse_ref), (maximum_ref, total_ref, sum_ref) = results, scratch
+    rows, width, unit = sizes.rows[KEYS], value_ref.shape[-1], weighting.unit * LOG2E
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        if before:  # as one key of a weight of one
+            lse = _column(before[1][0])
+            maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
+            total_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1.0)
+            sum_ref[...] = before[0][0]
+        else:
+            maximum_ref[...] = jnp.full_like(maximum_ref, LEAST)
+            total_ref[...] = jnp.zeros_like(total_ref)
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def prepare(is_cut: bool) -> Any:
+        return _columns(query_mask) if is_cut or weighting.dropout_rate else None
+
+    def attend(columns: Any, part: Any, is_cut: bool) -> None:
+        # In halves of some size, and with nothing else to do, one's weights are made while the other's are multiplied.
+        num_queries = sizes.rows[QUERIES]
+        is_busy = is_cut or weighting.dropout_rate or weighting.logits_soft_cap is not None
+        size = num_queries if is_busy or num_queries != _HALVED_ROWS else num_queries // 2
+        for start in range(0, num_queries, size):
+            attend_from(slice(start, start + size), columns, pl.ds(part * rows, rows), is_cut)
+
+    def attend_from(some: slice, columns: Any, at: Any, is_cut: bool) -> None:
+        scores = _scores(query_ref[0, some, :], key_ref[0, at, :], weighting)  # [Rq, Rk]
+        masks = _widen(columns, rows), _rows(key_mask, at)
+        if is_cut:
+            scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
+        # The maximum is that of exponents of two, and in all lanes.
+        former = maximum_ref[some]
+        maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
+        weights = jnp.exp2(scores * unit - _widen(maximum, rows))
+        decay = jnp.exp2(former - maximum)
+        total_ref[some] = decay * total_ref[some] + weights.sum(axis=1, keepdims=True)
+        maximum_ref[some] = maximum
+        if weighting.dropout_rate:
+            weights = _drop(weights, masks, weighting.dropout_rate)
+        added = _multiply(weights.astype(value_ref.dtype), value_ref[0, at, :], (1, 0), weighting)  # [Rq, V]
+        sum_ref[some] = sum_ref[some] * _widen(decay, width) + added
+
+    _for_parts(step, sizes.parts[KEYS], prepare, attend, has_cut_path=True)
+
+    @pl.when(step.is_last)
+    def _() -> None:
+        total = total_ref[...]
+        is_empty = total == 0
+        out = sum_ref[...] * _widen(jnp.where(is_empty, 0, 1 / total), width)
+        out_ref[0] = out.astype(out_ref.dtype)
+        lse = jnp.where(is_empty, -jnp.inf, maximum_ref[...] * math.log(2) + jnp.log(total))  # [Rq, LANES]
+        lse_ref[0] = lse.T[:1]
+
+
+# The backward: its derivation stands in `_meeting.block`. Each of two kernels computes the weights of a pair again, the
+# one of keys with these transposed, so that none of its products has a transposed operand.
+
+
+def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N T H"]:
+    """Returns the gradient of queries, added to what was `before`."""
+    kernel = functools.partial(_query_gradient_kernel, weighting=given.weighting)
+    (grad,) = _run(gradient_call(kernel, given, QUERIES, before), (given.query.shape[-1],))
+    return grad
+
+
+def _query_gradient_kernel(
+    step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting
+) -> None:
+    (query_mask, key_mask), (query_ref, out_grad_ref), (key_ref, value_ref), stats, before = given
+    (grad_ref,), (sum_ref,), rows = results, scratch, sizes.rows[KEYS]
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def prepare(is_cut: bool) -> Any:
+        return _columns(stats), _columns(query_mask) if is_cut or weighting.dropout_rate else None
+
+    def differentiate(columns: Any, part: Any, is_cut: bool) -> None:
+        at = pl.ds(part * rows, rows)
+        key, value = key_ref[0, at, :], value_ref[0, at, :]
+        stats, queries = _widen(columns, rows)
+        scores = _scores(query_ref[0], key, weighting)  # [Rq, Rk]
+        weights_grad = _multiply(out_grad_ref[0], value, (1, 1), weighting)
+        masks = queries, _rows(key_mask, at)
+        _, logits_grad = _tile_gradients(scores, weights_grad, stats, masks, is_cut, weighting)
+        sum_ref[...] += _multiply(logits_grad.astype(key.dtype), key, (1, 0), weighting)
+
+    _for_parts(step, sizes.parts[KEYS], prepare, differentiate, has_cut_path=False)
+
+    @pl.when(step.is_last)
+    def _() -> None:
+        grad = sum_ref[...] * weighting.scale
+        grad_ref[0] = grad + before[0][0] if before else grad.astype(grad_ref.dtype)
+
+
+def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+    """Returns the gradients of keys and of values, added to what was `before`."""
+    kernel = functools.partial(_key_gradient_kernel, weighting=given.weighting)
+    widths = given.key.shape[-1], given.value.shape[-1]
+    key_grad, value_grad = _run(gradient_call(kernel, given, KEYS, before), widths)
+    return key_grad, value_grad
+
+
+def _key_gradient_kernel(
+    step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting
+) -> None:
+    (query_mask, key_mask), (query_ref, out_grad_ref), (key_ref, value_ref), stats, before = given
+    (key_grad_ref, value_grad_ref), (key_sum_ref, value_sum_ref), rows = results, scratch, sizes.rows[QUERIES]
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        key_sum_ref[...] = jnp.zeros_like(key_sum_ref)
+        value_sum_ref[...] = jnp.zeros_like(value_sum_ref)
+
+    def prepare(is_cut: bool) -> Any:
+        return _columns(key_mask) if is_cut or weighting.dropout_rate else None
+
+    def differentiate(columns: Any, part: Any, is_cut: bool) -> None:
+        at = pl.ds(part * rows, rows)
+        query, out_grad = query_ref[0, at, :], out_grad_ref[0, at, :]
+        scores = _scores(key_ref[0], query, weighting)  # [Rk, Rq]
+        weights_grad = _multiply(value_ref[0], out_grad, (1, 1), weighting)
+        masks = _rows(query_mask, at), _widen(columns, rows)
+        weights, logits_grad = _tile_gradients(scores, weights_grad, _rows(stats, at), masks, is_cut, weighting)
+        value_sum_ref[...] += _multiply(weights.astype(out_grad.dtype), out_grad, (1, 0), weighting)
+        key_sum_ref[...] += _multiply(logits_grad.astype(query.dtype), query, (1, 0), weighting)
+
+    _for_parts(step, sizes.parts[QUERIES], prepare, differentiate, has_cut_path=False)
+
+    @pl.when(step.is_last)
+    def _() -> None:
+        key_grad, value_grad = key_sum_ref[...] * weighting.scale, value_sum_ref[...]
+        for number, (grad, ref) in enumerate([(key_grad, key_grad_ref), (value_grad, value_grad_ref)]):
+            ref[0] = grad + before[number][0] if before else grad.astype(ref.dtype)
+
+
+def _tile_gradients(
+    scores: Array, weights_grad: Array, stats: Any, masks: Any, is_cut: bool, weighting: Weighting
+) -> tuple[Array, Array]:
+    """Returns the weights of pairs, some dropped, and the gradient of their logits without the scale."""
+    lse, delta = stats
+    logits = scores * (weighting.unit * LOG2E)
+    if is_cut:
+        logits = jnp.where(is_allowed(*masks), logits, -jnp.inf)
+    weights = jnp.exp2(logits - lse * LOG2E)
+    kept = lambda array: _drop(array, masks, weighting.dropout_rate) if weighting.dropout_rate else array
+    logits_grad = weights * (kept(weights_grad) - delta)
+    if weighting.logits_soft_cap is not None:
+        logits_grad *= 1 - scores * scores
+    return kept(weights), logits_grad

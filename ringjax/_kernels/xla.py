@@ -1,0 +1,84 @@
+"""The implementation "xla": tiles of rows, masked where they must be, in any geometry and on any device.
+
+Laid out as `_meeting.block` has them: queries [I, B, C, K, G, R, H], keys [J, B, C, K, R, H].
+"""
+
+import dataclasses
+from typing import Any
+
+from einops import rearrange
+from jaxtyping import Array, Float, Shaped
+
+from ringjax._meeting import block
+from ringjax._meeting.block import Gradients, Keys, Partial, Queries, Weighting
+from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
+from ringjax._meeting.protocol import Implementation, Request
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+from ringjax._schedule.traits import OF_TILES
+
+
+class Xla(Implementation):
+    """The implementation by tiles."""
+
+    slots_axis = 0
+    platform = None
+    traits = OF_TILES
+
+    def obstacle(self, request: Request, branch: BranchSchedule) -> None:
+        del request, branch
+
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        # To sort is a pass over the rows, and much to compile. As compiled for GPUs, programs take less memory with it.
+        return dataclasses.replace(branch, sorts_halves=request.platform != "cpu")
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        sizes = {"C": side.chunks_per_tile, "R": side.block_rows}
+        if groups is None:
+            return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
+        return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        del side, heads
+        if tiles.ndim == 6:
+            return rearrange(tiles, "I B C K R H -> B (I C R) K H")
+        return rearrange(tiles, "I B C K G R H -> B (I C R) K (G H)")
+
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
+        return see_queries(slots, noise)
+
+    def see_keys(self, slots: Slots) -> View:
+        return see_keys(slots)
+
+    def start(self, query: Array, keys: Keys) -> Partial:
+        return block.start(query, keys)
+
+    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
+        return block.forward(query, keys, make_mask(meeting), weighting, partial)
+
+    def finish(self, partial: Partial) -> tuple[Array, Array]:
+        return block.finish(partial)
+
+    def of_queries(
+        self,
+        out: Float[Array, "*B n N V"],
+        lse: Float[Array, "*B n N"],
+        out_grad: Float[Array, "*B n N V"],
+        lse_grad: Any,
+    ) -> tuple[Array, ...]:
+        return block.of_queries(out, lse, out_grad, lse_grad)
+
+    def make_queries(self, *arrays: Array) -> Queries:
+        query, out_grad, lse, delta = arrays
+        return Queries(query, out_grad, lse[..., 0], delta[..., 0])
+
+    def start_gradients(self, queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
+        return block.start_gradients(queries, keys, step, **given)
+
+    def backward(
+        self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients
+    ) -> Gradients:
+        return block.backward(queries, keys, make_mask(meeting), weighting, grads)
+
+    def finish_gradients(self, grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+        return block.finish_gradients(grads, weighting)

@@ -1,0 +1,348 @@
+"""Attention of tiles of queries on tiles of keys: forward, backward, and the merging of partial results.
+
+Knows no mesh and no pattern: what may attend to what is said by a mask. Letters: I tiles of queries, J tiles of keys,
+B batch, C chunks that lie side by side, K key/value heads, G query heads of one key/value head, R rows of a tile, H
+width of queries and keys, V width of values.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax._definition import dropout
+from ringjax._meeting.mask import KeyMask, Mask, QueryMask, masked
+
+
+class Weighting(NamedTuple):
+    """How weights are made of products of queries and keys: ``exp(cap(scale * product))``, some of them dropped."""
+
+    scale: float  # positive
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    precision: Any = None  # of the products, as `jax.numpy.einsum` takes it
+
+    @property
+    def unit(self) -> float:
+        """What scores are multiplied with to be logits."""
+        return self.logits_soft_cap or self.scale
+
+
+class Partial(NamedTuple):
+    """A softmax under way: the running maximum, denominator and numerator of each row."""
+
+    maximum: Float[Array, "I B C K G Rq"]
+    denominator: Float[Array, "I B C K G Rq"]
+    numerator: Float[Array, "I B C K G Rq V"]
+
+
+class Queries(NamedTuple):
+    """What the backward needs of each row of queries; `lse` is +inf where the row attends to nothing."""
+
+    query: Float[Array, "I B C K G Rq H"]
+    out_grad: Float[Array, "I B C K G Rq V"]
+    lse: Float[Array, "I B C K G Rq"]
+    delta: Float[Array, "I B C K G Rq"]
+
+
+class Gradients(NamedTuple):
+    """Sums of gradients under way: without the scale, and of keys and values with their rows last."""
+
+    query: Float[Array, "I B C K G Rq H"]
+    key: Float[Array, "J B C K H Rk"]
+    value: Float[Array, "J B C K V Rk"]
+
+
+class Keys(NamedTuple):
+    """Rows of keys and values."""
+
+    key: Float[Array, "J B C K Rk H"]
+    value: Float[Array, "J B C K Rk V"]
+
+
+def accumulation_dtype(*arrays: Any) -> jnp.dtype:
+    """Returns the dtype of sums over arrays, or their shapes: float32 at least."""
+    return jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
+
+
+def start(query: Float[Array, "I B C K G Rq H"], keys: Keys) -> Partial:
+    """Returns the softmax of nothing, for tiles of queries."""
+    row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [I, B, C, K, G, R]
+    return Partial(row - jnp.inf, row, jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])))
+
+
+# Inside, a tile has as few dimensions as can be: *X are the batch and the key/value heads, those of them that are more
+# than one, and the Q = G * Rq queries of one key/value head are one matrix. With dimensions of size one in between,
+# XLA:CPU copies every tile of logits and fuses nothing with its products.
+
+
+class _Fold(NamedTuple):
+    """How tiles [I, B, C, ...] are folded to tiles [I, *X, ...], or to tiles [B * I, *X, ...] of one batch each."""
+
+    lead: tuple[Any, ...]
+    is_by_batch: bool
+
+    def queries(self, array: Array) -> Array:
+        groups, rows, *rest = array.shape[4:]
+        return self._fold(array, groups * rows, *rest)
+
+    def keys(self, array: Array) -> Array:
+        return self._fold(array, *array.shape[4:])
+
+    def undo(self, array: Array, shape: tuple[Any, ...]) -> Array:
+        if not self.is_by_batch:
+            return array.reshape(shape)
+        return array.reshape(shape[1], shape[0], *shape[2:]).swapaxes(0, 1)
+
+    def _fold(self, array: Array, *rows: Any) -> Array:
+        tiles, batches = array.shape[:2]
+        if self.is_by_batch:
+            return array.swapaxes(0, 1).reshape(batches * tiles, *self.lead, *rows)
+        return array.reshape(tiles, *self.lead, *rows)
+
+
+def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMask]:
+    """Returns how the tiles of a mask are folded, and the folded mask."""
+    query_shape, key_shape = query.shape[:-1], keys.key.shape[:-1]
+    _, batches, chunks, heads, *_ = key_shape
+    sizes = chunks * (1 if mask.is_by_batch else batches), heads
+    fold = _Fold(tuple(size for size in sizes if size != 1), mask.is_by_batch)
+    of_groups = lambda array: array if array.ndim == len(query_shape) else array[:, :, :, :, None]
+    return (
+        fold,
+        jax.tree.map(lambda array: fold.queries(jnp.broadcast_to(of_groups(array), query_shape)), mask.queries),
+        jax.tree.map(lambda array: fold.keys(jnp.broadcast_to(array, key_shape)), mask.keys),
+    )
+
+
+# Jitted, so that they are functions of the program: rings call them several times, with other arrays. All tiles are
+# masked, also those whose pairs all attend: masking is hidden in the passes over the logits, and a second path without
+# it would be as much again to compile.
+
+
+@functools.partial(jax.jit, static_argnames="weighting")
+def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial: Partial) -> Partial:
+    """Adds the attention of queries on the keys that the mask allows to a softmax under way."""
+    shapes = jax.tree.map(jnp.shape, partial)
+    fold, query_mask, key_mask = _fold(query, keys, mask)
+    query, partial = jax.tree.map(fold.queries, (query, partial))
+    keys = jax.tree.map(fold.keys, keys)
+
+    def tile_of_queries(partials, tile):
+        index, query, query_mask, met = tile
+
+        def tile_of_keys(j, partial):
+            tile, tile_mask = _at((keys, key_mask), j if met.first is None else met.first + j)
+            kept = _kept(query_mask, tile_mask, weighting)
+
+            def add(partial: Partial) -> Partial:
+                scores = masked(_scores(query, tile.key, weighting), query_mask, tile_mask)
+                return _add_scores(partial, scores, tile.value, kept, weighting)
+
+            return jax.lax.cond(_at(met.meets, j), add, lambda partial: partial, partial)
+
+        partial = jax.lax.fori_loop(met.start, met.stop, tile_of_keys, _at(partials, index))
+        return _put_at(partials, index, partial), None
+
+    indices = jnp.arange(query.shape[0], dtype=jnp.int32)
+    tiles = indices, query, query_mask, mask.visits.of_queries()
+    partial, _ = jax.lax.scan(tile_of_queries, partial, tiles)
+    return jax.tree.map(fold.undo, partial, Partial(*shapes))
+
+
+def _scores(query: Float[Array, "*X Q H"], key: Float[Array, "*X Rk H"], weighting: Weighting) -> Array:
+    # Logits but for a positive factor, the weighting's unit: it can wait for passes over them that are made anyway.
+    dtype = accumulation_dtype(query, key)
+    product = _multiply("...qh,...jh->...qj", query, key, weighting, dtype)
+    if weighting.logits_soft_cap is None:
+        return product
+    return jnp.tanh(product * (weighting.scale / weighting.logits_soft_cap))
+
+
+def _multiply(subscripts: str, one: Array, other: Array, weighting: Weighting, dtype: Any) -> Array:
+    return jnp.einsum(subscripts, one, other, precision=weighting.precision, preferred_element_type=dtype)
+
+
+def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Callable[[Array], Array]:
+    """Returns the function that drops some of what belongs to the weights of a tile, and scales up the rest."""
+
+    def drop(array: Array) -> Array:
+        start, step = (word[..., None] for word in of_queries.stream)
+        is_kept = dropout.is_kept(start, step, of_keys.position[..., None, :], weighting.dropout_rate)
+        return jnp.where(is_kept, array * (1 / (1 - weighting.dropout_rate)), 0)
+
+    return drop if weighting.dropout_rate else lambda array: array
+
+
+def _add_scores(
+    partial: Partial,
+    scores: Float[Array, "*X Q Rk"],
+    value: Float[Array, "*X Rk V"],
+    kept: Callable[[Array], Array],
+    weighting: Weighting,
+) -> Partial:
+    maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.unit)  # [*X, Q]
+    shift = shift_of(maximum)
+    weights = jnp.exp(scores * weighting.unit - shift[..., None])
+    decay = jnp.exp(partial.maximum - shift)
+    denominator = partial.denominator * decay + weights.sum(axis=-1)
+    added = _multiply("...qj,...jv->...qv", kept(weights).astype(value.dtype), value, weighting, weights.dtype)
+    numerator = partial.numerator * decay[..., None] + added
+    return Partial(maximum, denominator, numerator)
+
+
+def shift_of(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Returns what logits are shifted by: their maximum, or 0 for a row without any, which keeps -inf - -inf out."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Array, "I B C K G Rq"]]:
+    """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
+    is_empty = partial.denominator == 0
+    denominator = jnp.where(is_empty, 1, partial.denominator)
+    return partial.numerator / denominator[..., None], partial.maximum + jnp.log(denominator)
+
+
+def merge(
+    outs: Sequence[Float[Array, "*rows V"]], lses: Sequence[Float[Array, "*rows"]]
+) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
+    maximum = functools.reduce(jnp.maximum, lses)
+    shift = shift_of(maximum)
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    divisor = jnp.where(total == 0, 1, total)
+    parts = [out * (weight / divisor)[..., None] for out, weight in zip(outs, weights, strict=True)]
+    return functools.reduce(jnp.add, parts), maximum + jnp.log(divisor)
+
+
+# The backward. With L the global lse of a row, P = exp(S - L) are its weights over all keys of all branches, wherever
+# those were computed: out = sum_s P v_s with sum_s P = 1, and L = log sum_s exp(S). For cotangents g of out and l of L,
+#
+#     dv_s = sum_t P_ts g_t                              out is linear in v
+#     dP_ts = g_t . v_s
+#     dS_ts = P_ts (dP_ts - sum_u P_tu dP_tu) + P_ts l_t  the softmax's Jacobian, and dL/dS = P
+#           = P_ts (dP_ts - delta_t),                    delta_t = g_t . out_t - l_t
+#     dq_t = scale sum_s dS_ts k_s,   dk_s = scale sum_t dS_ts q_t
+#
+# because sum_u P_tu dP_tu = g_t . sum_u P_tu v_u = g_t . out_t. Each term needs one pair (t, s) and the row's own L and
+# delta: the sums may be cut over branches, tiles and devices in any way, and a pair of two branches counts twice.
+#
+# Dropout multiplies P_ts in out with m_ts, 0 or 1 / (1 - rate), and leaves L as it is: dv_s = sum_t m_ts P_ts g_t and
+# dP_ts = m_ts g_t . v_s, and the rest stands. A cap c makes of the logits x_ts the S_ts = c u with u = tanh(x_ts / c):
+# then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
+
+
+def of_queries(
+    out: Float[Array, "*B n N V"], lse: Float[Array, "*B n N"], out_grad: Float[Array, "*B n N V"], lse_grad: Any
+) -> tuple[Array, ...]:
+    """Returns the cotangent, the lse and the delta of each query, all with a last dimension."""
+    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
+    if lse_grad is not None:
+        delta -= lse_grad
+    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+    attends = lse > -jnp.inf
+    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
+    return out_grad, lse[..., None], delta[..., None]
+
+
+def start_gradients(queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
+    """Returns the gradients of nothing but those given, for tiles of queries and of keys.
+
+    `step` is the number of a loop around.
+    """
+    dtype = accumulation_dtype(*queries, *keys)
+    # Zeros that depend on the loop, as far as compilers know: else these would keep an array of zeros through it.
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), step))
+    # With rows last: else each tile of weights would have to be transposed for the product, not the queries beside it.
+    last = lambda array: (*array.shape[:-2], array.shape[-1], array.shape[-2])
+    shapes = {"query": queries.query.shape, "key": last(keys.key), "value": last(keys.value)}
+    zeros = {name: jnp.zeros_like(queries.query, dtype, shape) for name, shape in shapes.items() if name not in given}
+    return Gradients(**given, **{name: array + zero for name, array in zeros.items()})
+
+
+@functools.partial(jax.jit, static_argnames="weighting")
+def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, grads: Gradients) -> Gradients:
+    """Adds what the allowed pairs contribute to sums of gradients under way."""
+    shapes = jax.tree.map(jnp.shape, grads)
+    fold, query_mask, key_mask = _fold(queries.query, keys, mask)
+    queries, query_grad = jax.tree.map(fold.queries, (queries, grads.query))
+    keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
+
+    def tile_of_keys(grads, tile):
+        index, keys, key_mask, met = tile
+
+        def tile_of_queries(i, grads):
+            query_grads, key_grad, value_grad = grads
+            number = i if met.first is None else met.first + i
+            tile, tile_mask, query_grad = _at((queries, query_mask, query_grads), number)
+            kept = _kept(tile_mask, key_mask, weighting)
+            mask = lambda scores: masked(scores, tile_mask, key_mask)
+            zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
+            added = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
+            dq, dk, dv = jax.lax.cond(_at(met.meets, i), added, zeros)
+            return _put_at(query_grads, number, query_grad + dq), key_grad + dk, value_grad + dv
+
+        query_grads, *keys_grads = grads
+        grads = query_grads, *_at(keys_grads, index)
+        query_grads, *keys_grad = jax.lax.fori_loop(met.start, met.stop, tile_of_queries, grads)
+        return (query_grads, *_put_at(keys_grads, index, keys_grad)), None
+
+    indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)
+    tiles = indices, keys, key_mask, mask.visits.of_keys()
+    (query_grad, *keys_grad), _ = jax.lax.scan(tile_of_keys, (query_grad, *keys_grad), tiles)
+    return jax.tree.map(fold.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))
+
+
+def finish_gradients(grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+    """Returns the gradients of queries, keys and values, laid out as these are."""
+    scale = weighting.scale
+    return grads.query * scale, grads.key.swapaxes(-1, -2) * scale, grads.value.swapaxes(-1, -2)
+
+
+# By index in few operations: jax's own operators would wrap an index that is negative, at each of the many places.
+
+
+def _at(tiles: Any, index: Array) -> Any:
+    rest = index - index
+
+    def at(array: Array) -> Array:
+        starts = (index, *[rest] * (array.ndim - 1))
+        tile = jax.lax.dynamic_slice(array, starts, (1, *array.shape[1:]), allow_negative_indices=False)
+        return jax.lax.squeeze(tile, (0,))
+
+    return jax.tree.map(at, tiles)
+
+
+def _put_at(tiles: Any, index: Array, tile: Any) -> Any:
+    rest = index - index
+
+    # In place: as an input and an output of a scan there would be two arrays, and a scatter would be serial on CPUs.
+    def put(array: Array, tile: Array) -> Array:
+        starts = (index, *[rest] * tile.ndim)
+        return jax.lax.dynamic_update_slice(array, tile[None], starts, allow_negative_indices=False)
+
+    return jax.tree.map(put, tiles, tile)
+
+
+def _tile_gradients(
+    queries: Any, keys: Any, mask: Callable[[Array], Array], kept: Callable[[Array], Array], weighting: Weighting
+) -> tuple[Float[Array, "*X Q H"], Float[Array, "*X H Rk"], Float[Array, "*X V Rk"]]:
+    query, out_grad, lse, delta = queries
+    key, value = keys
+    scores, dtype = _scores(query, key, weighting), lse.dtype
+    weights = jnp.exp(mask(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
+    weights_grad = kept(_multiply("...qv,...jv->...qj", out_grad, value, weighting, dtype))
+    # dx; its factor `scale` is left to the sums.
+    logits_grad = weights * (weights_grad - delta[..., None])
+    if weighting.logits_soft_cap is not None:
+        logits_grad *= 1 - scores**2
+    logits_grad = logits_grad.astype(jnp.result_type(query, key))
+    weights = kept(weights).astype(out_grad.dtype)
+    value_grad = _multiply("...qv,...qj->...vj", out_grad, weights, weighting, dtype)
+    key_grad = _multiply("...qh,...qj->...hj", query, logits_grad, weighting, dtype)
+    query_grad = _multiply("...qj,...jh->...qh", logits_grad, key, weighting, dtype)
+    return query_grad, key_grad, value_grad

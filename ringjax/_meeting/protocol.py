@@ -1,0 +1,134 @@
+"""The interface of implementations: what computes where rows of queries and of keys meet."""
+
+import abc
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float, Shaped
+
+from ringjax._meeting.block import Keys, Weighting
+from ringjax._meeting.meeting import Meeting, Noise, Slots
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+from ringjax._schedule.traits import Traits
+
+
+class Request(NamedTuple):
+    """What a call asks for: the arrays or their shapes, and the platform.
+
+    `unmapped` are the axes of the mesh that shard_map does not map over. `needs` is what is asked for beyond the
+    pattern: arguments that few implementations serve. `needs_lse` says whether the lse is asked for, and may have a
+    gradient.
+    `device_kind` is what jax calls the devices, `block_size` the most rows of a tile, where the caller says so. Where
+    the `documents_are_sorted`, the documents of tokens do not decrease.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    platform: str
+    unmapped: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    needs_lse: bool = False
+    device_kind: str = ""
+    block_size: int | None = None
+    precision: Any = None
+    documents_are_sorted: bool = False
+
+    def obstacle_to_kernels(self) -> str | None:
+        """Returns why no kernel can serve the request, None where one may."""
+        dtypes = self.query.dtype, self.key.dtype, self.value.dtype
+        if len(set(dtypes)) > 1:
+            return "it takes one dtype, and query, key and value are of {}, {} and {}".format(*dtypes)
+        if self.unmapped:
+            # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
+            return f"the mesh axes {self.unmapped} are Auto: say with spec=P(...) what they cut, or make them Explicit"
+        return None
+
+
+class KernelPartial(NamedTuple):
+    """The attention on some of the keys, laid out as a kernel has it."""
+
+    out: Float[Array, "*rows V"]
+    lse: Float[Array, "*rows"]
+
+
+class KernelGradients(NamedTuple):
+    """Sums of gradients under way, laid out as a kernel has them; None for those that it begins."""
+
+    query: Float[Array, "*rows H"]
+    key: Float[Array, "*keys H"]
+    value: Float[Array, "*keys V"]
+
+
+class Implementation(abc.ABC):
+    """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
+
+    Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
+    the axis of their slots.
+    """
+
+    slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
+    platform: str | None  # the one that it runs on, as jax names it; None for any
+    traits: Traits  # what others may know of it
+
+    @abc.abstractmethod
+    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+        """Returns why it cannot serve a request in a branch, None where it can."""
+
+    @abc.abstractmethod
+    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+        """Returns the schedule in tiles of its own."""
+
+    @abc.abstractmethod
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Lays rows out; those of queries with their groups apart."""
+
+    @abc.abstractmethod
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        """Undoes `lay_out`, given the number of key/value heads."""
+
+    @abc.abstractmethod
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> Any:
+        """Returns what it sees of slots of queries, whose dropout is drawn from `noise`."""
+
+    @abc.abstractmethod
+    def see_keys(self, slots: Slots) -> Any:
+        """Returns what it sees of slots of keys."""
+
+    @abc.abstractmethod
+    def start(self, query: Array, keys: Keys) -> Any:
+        """Returns the softmax of nothing."""
+
+    @abc.abstractmethod
+    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Any) -> Any:
+        """Adds the attention of queries on keys to a softmax under way."""
+
+    @abc.abstractmethod
+    def finish(self, partial: Any) -> tuple[Array, Array]:
+        """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
+
+    @abc.abstractmethod
+    def of_queries(
+        self,
+        out: Float[Array, "*B n N V"],
+        lse: Float[Array, "*B n N"],
+        out_grad: Float[Array, "*B n N V"],
+        lse_grad: Any,
+    ) -> tuple[Array, ...]:
+        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+
+    @abc.abstractmethod
+    def make_queries(self, *arrays: Array) -> Any:
+        """Makes what `backward` takes, of queries and what `of_queries` gives, laid out."""
+
+    @abc.abstractmethod
+    def start_gradients(self, queries: Any, keys: Keys, step: Any = 0, **given: Array) -> Any:
+        """Returns the gradients of nothing but those given; `step` is the number of a loop around."""
+
+    @abc.abstractmethod
+    def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:
+        """Adds what the pairs that meet contribute to sums of gradients under way."""
+
+    @abc.abstractmethod
+    def finish_gradients(self, grads: Any, weighting: Weighting) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values, laid out as these are."""

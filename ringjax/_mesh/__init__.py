@@ -1,0 +1,1 @@
+"""The mesh of a call: which one it is, and how arrays lie on it."""

@@ -1,0 +1,136 @@
+"""Orders the devices of a mesh so that a ring hops between neighbours: inside a node, and along a TPU's grid."""
+
+import collections
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ringjax._definition.counts import is_integer
+
+Cell = tuple[int, ...]
+
+
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    axis_types: tuple[AxisType, ...] | None = None,
+    *,
+    axis_name: str = "seq",
+    inner_axes: Sequence[str] = ("tensor",),
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """Makes a mesh like :func:`jax.make_mesh`, whose rings along the sequence axis hop between near neighbours.
+
+    Wherever the sequence axis stands among the axes, its devices are those of one node (of one slice) before they are
+    those of the next, so that the fewest hops cross the network. On a TPU a ring walks round a box of the grid, each
+    hop to a neighbouring chip, and the axes of `inner_axes` lead to the boxes beside it. Unlike :func:`jax.make_mesh`
+    it takes devices of several nodes or slices.
+
+    Args:
+      axis_shapes: the size of each axis.
+      axis_names: the name of each axis.
+      axis_types: the type of each axis; by default they are Explicit, as in :func:`jax.make_mesh`.
+      axis_name: the mesh axis that the sequence is sharded along.
+      inner_axes: axes, if there are such, whose devices are to be nearer still, as they communicate in every layer and
+        wait for it.
+      devices: the devices; by default all. Of more than the mesh needs, the first are taken.
+
+    Returns:
+      The mesh, with the axes in the order of `axis_names`.
+
+    Raises:
+      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, or if there are too few
+        devices.
+
+    Example:
+      >>> dict(make_mesh((1, 1), ("data", "seq")).shape)
+      {'data': 1, 'seq': 1}
+    """
+    names, devices = tuple(axis_names), list(jax.devices() if devices is None else devices)
+    is_size = lambda size: is_integer(size) and size > 0
+    if len(names) != len(axis_shapes) or not all(map(is_size, axis_shapes)) or not names:
+        raise ValueError(f"axis_shapes={axis_shapes} does not fit {axis_names=}: give each name a positive whole size")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{axis_names=} has a name twice: give each axis a name of its own")
+    sizes, count = dict(zip(names, axis_shapes, strict=True)), math.prod(axis_shapes)
+    if axis_name not in sizes:
+        raise ValueError(f"axis_name={axis_name!r} is not among {axis_names=}: name the axis of the sequence")
+    if count > len(devices):
+        raise ValueError(
+            f"axis_shapes={tuple(axis_shapes)} asks for {count} devices, but there are {len(devices)}: ask for fewer"
+        )
+    inner = [name for name in names if name in inner_axes and name != axis_name]
+    outer = [name for name in names if name not in (axis_name, *inner)]
+    rings = _rings(devices[:count], sizes[axis_name], math.prod(sizes[name] for name in inner))
+    order = [*outer, axis_name, *inner]
+    array = rings.reshape([sizes[name] for name in order]).transpose([order.index(name) for name in names])
+    return Mesh(array, names, axis_types=axis_types or (AxisType.Explicit,) * len(names))
+
+
+def _rings(devices: list[Any], ring: int, inner: int) -> np.ndarray:
+    """Returns the devices [outer, ring, inner]."""
+    slices = collections.defaultdict(list)
+    for device in devices:
+        slices[getattr(device, "slice_index", None) or 0].append(device)
+    grids = [_grid(slices[index]) for index in sorted(slices)]
+    if all(len(grid) == len(grids[0]) for grid in grids) and all(grids):
+        walks = [walk for grid in grids for walk in _walks(grid, math.gcd(ring, len(grid)))]
+        array = np.array(list(itertools.chain(*walks)), object).reshape(-1, inner, ring)
+        return array.swapaxes(1, 2)  # [outer, ring, inner]
+    key = lambda device: (getattr(device, "slice_index", None) or 0, device.process_index, device.id)
+    return np.array(sorted(devices, key=key), object).reshape(-1, ring, inner)  # [outer, ring, inner]
+
+
+def _grid(devices: list[Any]) -> dict[Cell, Any]:
+    """Returns the devices by their places in a TPU's grid; nothing if they have none or do not fill a box of it."""
+    if devices[0].platform != "tpu":
+        return {}
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    places -= places.min(axis=0)
+    grid = dict(zip(map(tuple, places.tolist()), devices, strict=True))
+    return grid if len(grid) == np.prod(places.max(axis=0) + 1) else {}
+
+
+def _walks(grid: dict[Cell, Any], size: int) -> list[list[Any]]:
+    """Returns the devices of a grid by boxes of one size, those of a box in the order of a walk round it."""
+    shape = tuple(side + 1 for side in max(grid))
+    divisors = [[part for part in range(1, side + 1) if side % part == 0] for side in shape]
+    boxes = [box for box in itertools.product(*divisors) if math.prod(box) == size]
+    box = min(boxes, key=lambda box: (not is_round(box), max(box), box))
+    corners = snake(tuple(side // part for side, part in zip(shape, box, strict=True)))
+    place = lambda corner, cell: tuple(c * part + i for c, part, i in zip(corner, box, cell, strict=True))
+    return [[grid[place(corner, cell)] for cell in round_walk(box)] for corner in corners]
+
+
+def snake(shape: Cell) -> list[Cell]:
+    """Returns the cells of a box so that each differs from the one before it by one, in one coordinate."""
+    if not shape:
+        return [()]
+    rest = snake(shape[1:])
+    return [(i, *cell) for i in range(shape[0]) for cell in (rest[::-1] if i % 2 else rest)]
+
+
+def is_round(shape: Cell) -> bool:
+    """Returns whether a walk through all cells of a box can end beside its beginning."""
+    sides = [side for side in shape if side > 1]
+    return math.prod(sides) <= 2 or (len(sides) > 1 and math.prod(sides) % 2 == 0)
+
+
+def round_walk(shape: Cell) -> list[Cell]:
+    """Returns the cells of a box in the order of :func:`snake`, the last beside the first wherever that can be.
+
+    One even side counts the rows, and a snake through the others the columns: the walk goes to and fro through the rows
+    without their first column, and back along that.
+    """
+    if not is_round(shape) or math.prod(shape) <= 2:
+        return snake(shape)
+    side = max((side for side in range(len(shape)) if shape[side] % 2 == 0), key=lambda side: shape[side])
+    first, *columns = snake((*shape[:side], *shape[side + 1 :]))
+    cells = [(row, column) for row in range(shape[side]) for column in (columns[::-1] if row % 2 else columns)]
+    cells += [(row, first) for row in reversed(range(shape[side]))]
+    return [(*column[:side], row, *column[side:]) for row, column in cells]

@@ -1,0 +1,230 @@
+"""How the arrays of a call lie on its mesh, and functions of their shards."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from ringjax._mesh.axes import Axes, Cuts, cuts_of, reshard
+from ringjax._mesh.mesh import check_abstract, find_mesh, lowered_platform, platform_of
+
+
+class Placement(NamedTuple):
+    """How tokens and heads lie on a mesh, and which of its axes are still to be mapped over.
+
+    `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
+    that shard_map has to make manual. It is empty where there is no mesh, or where the caller's own shard_map has made
+    all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions. `unmapped` holds the Auto
+    axes of several devices that are not mapped: what they cut, the compiler decides. The `platform` has the name that
+    programs are lowered for: "cuda", not "gpu". Until the call is lowered, one that is not known is jax's default one.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    axis_name: str | None = None
+    num_shards: int = 1
+    mapped: frozenset[str] = frozenset()
+    batch: tuple[Axes, ...] = ()
+    heads: Axes = ()
+    kv_heads: Axes = ()
+    is_explicit: bool = False
+    unmapped: Axes = ()
+    platform: str = "cpu"
+    is_platform_known: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis cuts the arrays beyond what is known here: jit may shard them over a mesh that it hides."""
+        is_seen = self.mesh is not None or self.axis_name is not None or jax.device_count() == 1
+        return is_seen and not self.unmapped
+
+    def block(self, array: Array) -> tuple[int, ...]:
+        """Returns the shape [*batch, heads] that a shard has of queries, as far as sizes and axes are known."""
+        batch = self.batch or ((),) * (array.ndim - 3)
+        cuts = [math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1 for axes in (*batch, self.heads)]
+        sizes = (size if isinstance(size, int) else 1 for size in (*array.shape[:-3], array.shape[-2]))
+        return tuple(size // cut for size, cut in zip(sizes, cuts, strict=True))
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of the devices, as far as it is known."""
+        if isinstance(self.mesh, Mesh):
+            return self.mesh.devices.flat[0].device_kind
+        kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None)
+        is_default = self.platform == lowered_platform(jax.default_backend())
+        return kind or (jax.devices()[0].device_kind if is_default else "")
+
+    def length(self, array: Array) -> int:
+        """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
+        is_shard = self.axis_name is not None and self.axis_name not in self.mapped
+        return array.shape[-3] * (self.num_shards if is_shard else 1)
+
+    def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
+        """Returns the function of shards as one of whole arrays.
+
+        "q" is laid out as queries are, "k" as keys, "d" as queries without heads, and "r" is the same everywhere; of
+        "Q" and "K" each device has the whole length.
+        """
+        if self.mesh is None:
+            return function
+        # All axes are named by naming none: then a vmap along one of them can take it out.
+        axis_names = frozenset() if self.mapped == set(self.mesh.axis_names) else self.mapped
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(map(self._spec, inputs)),
+            out_specs=tuple(map(self._spec, outputs)),
+            axis_names=axis_names,
+        )
+
+    def lay_out(self, array: Array, kind: str) -> Array:
+        """Pads an array's length to equal shards, and gives it the sharding that `map` takes."""
+        axis = array.ndim - (3 if kind in "qk" else 1)
+        padding = -array.shape[axis] % self.num_shards if self.axis_name in self.mapped and kind != "r" else 0
+        if padding:
+            array = jnp.pad(array, [(0, padding if dim == axis else 0) for dim in range(array.ndim)])
+        return self.reshard(array, kind)
+
+    def take_back(self, array: Array, length: int, axis: int) -> Array:
+        """Cuts the padding off a result that is laid out as queries are."""
+        if array.shape[axis] == length:
+            return array
+        if self.is_explicit:  # a sharded length cannot be cut to one that the mesh does not divide
+            array = self.reshard(array, "q", is_length_sharded=False)
+        return jax.lax.slice_in_dim(array, 0, length, axis=axis)
+
+    def _spec(self, kind: str, is_length_sharded: bool = True) -> P:
+        if kind == "r":
+            return P()
+        is_length_sharded, kind = is_length_sharded and kind.islower(), kind.lower()
+        length = self.axis_name if is_length_sharded and self.axis_name in self.mapped else None
+        heads = {"q": [self.heads or None], "k": [self.kv_heads or None], "d": []}[kind]
+        return P(*(axes or None for axes in self.batch), length, *heads)
+
+    def reshard(self, array: Array, kind: str, is_length_sharded: bool = True) -> Array:
+        """Gives an array the type that `map` takes; only typed axes ask for it."""
+        if self.mesh is None or not self.is_explicit:
+            return array
+        return reshard(array, self.mesh, self._spec(kind, is_length_sharded))
+
+
+def find_placement(
+    query: Array,
+    key: Array,
+    value: Array,
+    mesh: Mesh | AbstractMesh | None,
+    axis_name: str,
+    spec: P | None = None,
+) -> Placement:
+    """Returns the placement of a call's arrays.
+
+    The mesh is that of `find_mesh`. How its axes cut the arrays is what `spec` says if given, else what the types of
+    the arrays say of Explicit axes.
+
+    Raises:
+      ValueError: if `spec` is given without a mesh or names axes that there are not, or if a
+        dimension is sharded over axes that it must not be sharded over.
+    """
+    check_abstract(mesh, (query, key, value))
+    mesh, _ = find_mesh((query, key, value), mesh)
+    platform, is_platform_known = platform_of(mesh, query)
+    if mesh is None:
+        if spec is not None:
+            raise ValueError(
+                f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
+            )
+        return Placement(platform=platform, is_platform_known=is_platform_known)
+
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
+    has_axis = axis_name in types
+    known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
+    mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
+    if spec is not None:
+        _check_spec(spec, query, mesh, known)
+    arrays = {"query": query, "key": key, "value": value}
+    cuts = {name: cuts_of(_spec_of(array) if spec is None else spec, array.ndim) for name, array in arrays.items()}
+    _check_cuts(cuts, axis_name)
+    typed = lambda axes: tuple(axis for axis in axes if axis in known)
+    heads, *of_keys = (typed(cut.heads) for cut in cuts.values())
+    return Placement(
+        mesh=mesh if mapped else None,
+        axis_name=axis_name if has_axis else None,
+        num_shards=mesh.shape[axis_name] if has_axis else 1,
+        mapped=frozenset(mapped),
+        batch=tuple(map(typed, cuts["query"].batch)),
+        **_split_heads(mesh, heads, dict(zip(("key", "value"), of_keys, strict=True)), key.shape[-2]),
+        is_explicit=bool(explicit),
+        unmapped=tuple(
+            name
+            for name, kind in types.items()
+            if kind == AxisType.Auto and name not in mapped and mesh.shape[name] > 1
+        ),
+        platform=platform,
+        is_platform_known=is_platform_known,
+    )
+
+
+def _spec_of(array: Array) -> P:
+    if isinstance(array, Tracer):
+        return jax.typeof(array).sharding.spec
+    return array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
+
+
+def _check_spec(spec: P, query: Array, mesh: Mesh | AbstractMesh, known: set[str]) -> None:
+    if len(spec) > query.ndim:
+        raise ValueError(f"spec={spec} has more entries than query has dimensions, {query.shape}: leave some out")
+    batch, length, heads, width = cuts_of(spec, query.ndim)
+    for dimension, axes in enumerate((*batch, length, heads, width)):
+        for name in axes:
+            if name not in known:
+                raise ValueError(
+                    f"spec={spec} names the axis {name!r}, but the mesh has {sorted(known)}: name one of these"
+                )
+        shards = math.prod(mesh.shape[name] for name in axes)
+        if query.shape[dimension] % shards and dimension != query.ndim - 3:  # the length is padded
+            raise ValueError(
+                f"spec={spec} cuts dimension {dimension} of query, {query.shape}, over the {shards} devices of {axes}: "
+                "leave these axes out, or make the dimension a multiple"
+            )
+
+
+def _check_cuts(cuts: dict[str, Cuts], axis_name: str) -> None:
+    for name, (batch, length, heads, width) in cuts.items():
+        if length not in ((), (axis_name,)):
+            raise ValueError(
+                f"the length of {name} is sharded over {length}, but axis_name={axis_name!r}: "
+                f"shard the length over {axis_name!r} alone, or name its one axis with axis_name"
+            )
+        if width:
+            raise ValueError(f"the last dimension of {name} is sharded over {width}: shard its heads instead")
+        if any(axis_name in axes for axes in (*batch, heads)):
+            raise ValueError(
+                f"batch or heads of {name} are sharded over axis_name={axis_name!r}, the axis of the sequence: shard "
+                "them over others"
+            )
+
+
+def _split_heads(
+    mesh: Mesh | AbstractMesh, heads: Axes, kv_heads: dict[str, Axes], num_kv_heads: int
+) -> dict[str, Axes]:
+    # Key/value heads follow the query heads where the axes divide them. Fewer heads than devices stay whole, and each
+    # device picks the one that its query heads share.
+    shards = math.prod(mesh.shape[axis] for axis in heads)
+    for name, axes in kv_heads.items():
+        if axes not in ((), heads):
+            raise ValueError(
+                f"the heads of {name} are sharded over {axes} and those of query over {heads}: "
+                "shard them over the same axes"
+            )
+    if num_kv_heads % shards and shards % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} key/value heads do not divide over the {shards} devices of {heads}, nor those over them: "
+            "use a number of key/value heads that divides them or is divided by them"
+        )
+    return {"heads": heads, "kv_heads": heads if num_kv_heads % shards == 0 else ()}

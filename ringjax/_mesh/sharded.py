@@ -1,0 +1,68 @@
+"""Arrays that are made where the tokens of a mesh are, and rows that all its devices get."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from ringjax._mesh.axes import axes_of, cuts_of, reshard
+from ringjax._mesh.placement import find_placement
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def sharded_zeros(
+    shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str, spec: P | None = None
+) -> Array:
+    """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if there is one.
+
+    Their batch and heads are sharded as `spec` says of queries; heads that these axes do not divide are whole.
+    """
+    zeros = jnp.zeros(shape, dtype)
+    if mesh is None:
+        return zeros
+    batch, _, heads, _ = cuts_of(P() if spec is None else spec, len(shape))
+    fits = shape[-2] % math.prod(mesh.shape[axis] for axis in heads) == 0
+    spec = P(*(axes or None for axes in batch), axis_name, heads if fits and heads else None)
+    if AxisType.Explicit in mesh.axis_types:
+        return reshard(zeros, mesh, spec)
+    return jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, spec))
+
+
+def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: str) -> Int[Array, "T"]:
+    """Returns the global position of each token of an array [*batch, T, heads, width], sharded as the tokens are."""
+    placement = find_placement(array, array, array, mesh, axis_name)
+    length = array.shape[-3]
+    positions = jnp.arange(length, dtype=jnp.int32)
+    if placement.axis_name is None:
+        return positions
+    if placement.axis_name not in placement.mapped:  # inside the caller's shard_map: the positions of one shard
+        return positions + jax.lax.axis_index(placement.axis_name) * length
+    if placement.mesh is None or length % placement.num_shards:
+        return positions
+    typed = jax.typeof(array).sharding
+    kinds = dict(zip(typed.mesh.axis_names, typed.mesh.axis_types, strict=True))
+    if kinds.get(placement.axis_name) == AxisType.Explicit:
+        sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
+        return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
+    return jax.lax.with_sharding_constraint(positions, NamedSharding(placement.mesh, P(placement.axis_name)))
+
+
+def take_whole(array: Array, rows: Int[Array, "R"], axis: int, kv_heads: int = 0) -> Array:
+    """Returns some rows along an axis, counted from the end, which every device along it gets.
+
+    Heads behind these are whole as well where what cuts them does not divide so many key/value heads.
+    """
+    index = (..., rows, *[slice(None)] * (-1 - axis))
+    sharding = jax.typeof(array).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return array.at[index].get(mode="promise_in_bounds")
+    spec = list(sharding.spec)
+    spec[axis] = None
+    if kv_heads and kv_heads % math.prod(sharding.mesh.shape[name] for name in axes_of(P(spec[axis + 1]))[0]):
+        spec[axis + 1] = None
+    return array.at[index].get(mode="promise_in_bounds", out_sharding=NamedSharding(sharding.mesh, P(*spec)))

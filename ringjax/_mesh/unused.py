@@ -1,0 +1,75 @@
+"""Warns of a mesh whose devices all compute the same."""
+
+import functools
+import math
+
+from jaxtyping import Array
+
+from ringjax._definition.warning import warn
+from ringjax._mesh.mesh import find_mesh
+from ringjax._mesh.placement import Placement
+
+
+class MeshWarning(UserWarning):
+    """A mesh is there, and its devices all compute the same: the attention, or what follows it.
+
+    To stop instead of wasting devices, make the warning an error:
+
+    Example:
+      >>> import warnings
+      >>> warnings.simplefilter("error", MeshWarning)  # for the rest of the program
+      >>> query = jnp.ones((1, 16, 2, 8))
+      >>> with jax.set_mesh(jax.make_mesh((8,), ("context",))):  # axis_name="context" is the remedy
+      ...     ringjax.ring_dilated_attention(query, query, query, segment_lengths=(16,), dilation_rates=(1,))
+      Traceback (most recent call last):
+        ...
+      ringjax._mesh.unused.MeshWarning: the mesh from jax.set_mesh has no axis axis_name='seq', and nothing says that \
+('context',) cut batches or heads: every device there computes all tokens; name the sequence's axis, such as \
+axis_name='context'
+    """
+
+
+# What others call the axis of the sequence.
+_LIKE_SEQUENCE = ("context", "cp", "ctx", "length", "ring", "sequence", "seq", "sp", "tokens")
+
+
+def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
+    """Warns, once for each mesh, of axes that cut nothing where the sequence axis is missing."""
+    mesh, source = find_mesh((query,))
+    if placement.axis_name is not None or mesh is None:
+        return
+    cutting = {axis for axes in (*placement.batch, placement.heads) for axis in axes}
+    idle = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in cutting)
+    like_sequence = [name for name in idle if name.lower() in _LIKE_SEQUENCE]
+    known = [size for size in (*query.shape[:-3], query.shape[-2]) if isinstance(size, int)]
+    # Auto axes may cut batches and heads, unseen: as many as there are of both.
+    is_too_many = math.prod(known) < math.prod(mesh.shape[name] for name in idle)
+    if idle and (like_sequence or is_too_many):
+        warn_of_idle(idle, (like_sequence or idle)[-1], source, axis_name)
+
+
+@functools.lru_cache(maxsize=64)
+def warn_of_idle(idle: tuple[str, ...], likely: str, source: str, axis_name: str) -> None:
+    """Warns of axes that nothing is cut over, the likely one of which is that of the sequence."""
+    warn(
+        f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
+        f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={likely!r}",
+        MeshWarning,
+    )
+
+
+def warn_of_length(placement: Placement, length: int) -> None:
+    """Warns, once, of a length that the mesh does not divide: its results are whole on each device."""
+    shards = placement.num_shards
+    if placement.axis_name in placement.mapped and length > shards and length % shards:
+        warn_of_whole(placement.axis_name, shards)
+
+
+@functools.lru_cache(maxsize=64)
+def warn_of_whole(axis_name: str, shards: int) -> None:
+    """Warns of results that are not sharded."""
+    warn(
+        f"the {shards} devices of {axis_name!r} do not divide the length of query: the output comes back whole on "
+        "each, which then computes all that follows; pad tokens once, before the model, with ringjax.pad_to_mesh",
+        MeshWarning,
+    )

@@ -1,0 +1,109 @@
+"""What compilers make of a plan: the bytes and the memory of programs for devices that need not be there."""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax._attention import ring_dilated_attention
+from ringjax._forecast.forecast import Forecast
+from ringjax._mesh.device_order import make_mesh
+from ringjax._mesh.mesh import lowered_platform
+from ringjax._planner.hlo import bytes_sent
+from ringjax._planner.planner import Comparison
+
+# The boxes of chips that there are, by their number.
+_BOXES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+
+class Compiled(NamedTuple):
+    """What a compiled program sends, and takes at its peak, in bytes on one device."""
+
+    sent: int
+    memory: int
+
+
+def compile_forecast(comparison: Comparison, one: Forecast, target: str | None = None) -> Compiled:
+    """Returns what a compiler makes of a strategy.
+
+    Args:
+      comparison: the comparison that the forecast is of.
+      one: the forecast.
+      target: a file that describes a GPU to XLA, where that is not there.
+
+    Raises:
+      ValueError: if the devices can neither be found nor described.
+    """
+    call, work, machine = comparison.call, comparison.call.work, comparison.machine
+    devices = _devices(machine.platform, machine.name, call.num_devices, machine.node_size, target)
+    mesh = make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices)
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    length = -(-call.num_queries // len(devices)) * len(devices)
+    kv_heads = work.local_heads(1)
+    sizes = (work.num_heads, work.width), (kv_heads, work.width), (kv_heads, work.value_width)
+    sizes = (*sizes, (work.num_heads, work.value_width))
+    dtype = call.request.query.dtype
+    shapes = [jax.ShapeDtypeStruct((work.batch, length, *size), dtype, sharding=sharding) for size in sizes]
+    options: dict[str, Any] = {
+        "pattern": call.pattern,
+        "is_causal": call.is_causal,
+        "strategy": one.strategy,
+        "exchange_size": call.exchange_size if one.strategy in ("all_to_all", "auto") else None,
+        "implementation": call.implementation,
+        "mesh": mesh,
+    }
+    needs, documents = call.request.needs, None
+    if "document_ids" in needs:
+        documents = jax.ShapeDtypeStruct((work.batch, length), jnp.int32, sharding=sharding)
+    options |= {"logits_soft_cap": 50.0} if "logits_soft_cap" in needs else {}
+    options |= {"dropout_rate": 0.1, "dropout_seed": 0} if "dropout_rate" in needs else {}
+
+    def run(arrays: list[Any], documents: Any) -> Any:
+        attend = functools.partial(ring_dilated_attention, document_ids=documents, **options)
+        return jax.vjp(attend, *arrays[:3])[1](arrays[3]) if comparison.has_gradient else attend(*arrays[:3])
+
+    compiled = jax.jit(run, out_shardings=sharding).lower(shapes, documents).compile()
+    memory = compiled.memory_analysis()
+    return Compiled(sum(bytes_sent(str(compiled.as_text())).values()), int(getattr(memory, "peak_memory_in_bytes", 0)))
+
+
+def print_compiled(comparison: Comparison, target: str | None = None) -> None:
+    """Prints, for each strategy, what was stated beside what was compiled."""
+    mebibytes = lambda number: f"{number / 2**20:,.4g} MiB"
+    lines: list[tuple[str, ...]] = [("strategy", "stated to be sent", "compiled", "stated to be held", "compiled")]
+    for one in comparison.forecasts:
+        found = compile_forecast(comparison, one, target)
+        stated = one.num_bytes("forward") + one.num_bytes("backward")
+        numbers = stated, found.sent, one.memory, found.memory
+        lines.append((one.strategy, *map(mebibytes, numbers)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print()
+    for first, *rest in lines:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]))
+
+
+def _devices(platform: str, name: str, count: int, node_size: int, target: str | None) -> list[Any]:
+    """Returns devices to compile for: those that are there, or those that a plugin of jax describes."""
+    found = jax.devices()
+    if lowered_platform(found[0].platform) == platform and len(found) >= count:
+        return found[:count]
+    size = min(node_size, count)
+    if platform == "tpu" and count in _BOXES:
+        return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{_BOXES[count]}").devices
+    if platform == "cuda" and target is not None and count % size == 0:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=name.lower(),
+            topology=f"1x{count // size}x{size}",
+            target_config=Path(target).read_text(),
+        )
+        return topology.devices
+    raise ValueError(
+        f"device={name!r}: {count} of them are not there to compile for; for TPUs install jax[tpu] and take one of "
+        f"{', '.join(map(str, _BOXES))} chips, for GPUs install jax's CUDA plugin and give --target-config"
+    )

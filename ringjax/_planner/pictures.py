@@ -1,0 +1,167 @@
+"""Draws patterns, and what strategies take; needs matplotlib, which is an extra."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringjax._definition.branch import MAX_POSITIONS
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._schedule.schedule import BranchSchedule, make_schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_COLUMNS = 3  # more would be too small to read
+
+
+def _pyplot() -> Any:
+    try:
+        from matplotlib import pyplot as plt  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('pictures need matplotlib: pip install "ringjax[plot]"', name="matplotlib") from error
+    return plt
+
+
+def plot_pattern(
+    pattern: DilatedPattern,
+    length: int = 64,
+    num_kv_heads: int = 1,
+    head: int = 0,
+    is_causal: bool = False,
+    num_devices: int | None = None,
+) -> "Figure":
+    """Returns a picture of a pattern: see :meth:`ringjax.DilatedPattern.plot`."""
+    plt = _pyplot()
+    count = len(pattern.branches)
+    panels = count + (count > 1) + 1
+    columns = min(panels, _MOST_COLUMNS)
+    rows = -(-panels // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.4 * columns, 4.4 * rows), layout="constrained", squeeze=False)
+    axes = grid.ravel()
+    for unused in axes[panels:]:
+        unused.axis("off")
+    multiplicity = functools.partial(_multiplicity, length=length, num_kv_heads=num_kv_heads, is_causal=is_causal)
+    schedules = [None] * count
+    if num_devices is not None:
+        schedules = make_schedule(pattern, length, num_devices, num_kv_heads, is_causal)
+    for number, branch in enumerate(pattern.branches):
+        runs = head in pattern.heads_of(number, num_kv_heads)
+        pairs = multiplicity(pattern, only=number)[head] if runs else np.zeros((length, length), np.int64)
+        title = str(branch) if runs else f"{branch}\nnot of head {head}"
+        schedule = schedules[number]
+        _draw_pairs(axes[number], pairs, count, f"{title}\n{_ways(schedule)}" if schedule else title, num_devices)
+    total = multiplicity(pattern)
+    if count > 1:
+        _draw_pairs(axes[count], total[head], count, f"all branches, {pattern.merge}", num_devices)
+    _draw_legend(axes[panels - 2], int(total[head].max()), count)
+    _draw_field(axes[panels - 1], total, head)
+    causal = "causal" if is_causal else "not causal"
+    figure.suptitle(f"head {head} of {num_kv_heads}, {causal}, {length} tokens")
+    return figure
+
+
+def _multiplicity(
+    pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool, only: int | None = None
+) -> np.ndarray:
+    """How often pairs count [K, T, T], in one branch or in all."""
+    if only is None:
+        return pattern.multiplicity(length, num_kv_heads, is_causal)
+    position, branch = np.arange(length), pattern.branches[only]
+    offset = np.array([pattern.offset(head, branch.offset_rate, num_kv_heads, only) for head in range(num_kv_heads)])[
+        :, None, None
+    ]
+    holds = branch.holds(position[:, None], position, offset)
+    return (holds & (position <= position[:, None]) if is_causal else holds).astype(np.int64)
+
+
+def _color(count: int, most: int) -> Any:
+    return _pyplot().get_cmap("viridis_r")(count / max(most, 1))
+
+
+def _draw_pairs(axes: "Axes", pairs: np.ndarray, most: int, title: str, num_devices: int | None) -> None:
+    """Draws how often each pair counts; a row is a query, a column a key."""
+    plt = _pyplot()
+    axes.imshow(np.ma.masked_equal(pairs, 0), cmap="viridis_r", vmin=0, vmax=most, interpolation="nearest")
+    axes.set_title(title, fontsize="medium")
+    axes.set(xlabel="key", ylabel="query")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(plt.MaxNLocator(6, integer=True))
+    share = -(-len(pairs) // num_devices) if num_devices else len(pairs)
+    for boundary in range(share, len(pairs), share):
+        axes.axhline(boundary - 0.5, color="gray", linewidth=0.6)
+        axes.axvline(boundary - 0.5, color="gray", linewidth=0.6)
+
+
+def _draw_legend(axes: "Axes", largest: int, most: int) -> None:
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    names = {count: f"counts {count} times" if count > 1 else "counts once" for count in range(1, largest + 1)}
+    handles = [Patch(color=_color(count, most), label=name) for count, name in names.items()]
+    handles.append(Patch(facecolor="white", edgecolor="gray", label="is not held"))
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
+
+
+def _draw_field(axes: "Axes", total: np.ndarray, head: int) -> None:
+    """Draws how many keys each query sees, in the head and in any."""
+    seen = (total > 0).sum(axis=2)
+    axes.plot(seen[head], label=f"head {head}")
+    axes.plot((total > 0).any(axis=0).sum(axis=1), linestyle="--", label="any head")
+    axes.set_title("receptive field", fontsize="medium")
+    axes.set(xlabel="position of the query", ylabel="keys seen", ylim=(0, None))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
+
+
+def _ways(schedule: BranchSchedule) -> str:
+    """What goes where, in words."""
+    if schedule.is_local:
+        return "nothing travels"
+    words = []
+    for leg in schedule.key_legs:
+        way = "on" if leg.direction > 0 else "back"
+        if leg.rotations:
+            words.append(f"{leg.rotations} {'hops' if leg.rotations > 1 else 'hop'} of {schedule.keys.num_slots} rows")
+        if leg.halo:
+            rows, hops = leg.halo_rows(schedule.keys), abs(leg.halo_hops)
+            words.append(f"{rows} rows {hops} {'devices' if hops > 1 else 'device'} {way}")
+    return ", ".join(words)
+
+
+def plot_plans(compare: Callable[..., Any], path: str) -> None:
+    """Draws what each strategy sends, holds and takes over the number of devices and of tokens.
+
+    Args:
+      compare: returns the comparison of other sizes, given `num_devices` or `num_tokens`.
+      path: the picture to write.
+    """
+    plt = _pyplot()
+    call = compare().call
+    tokens = (call.num_queries * 2**power // 16 for power in range(9))
+    sweeps = {
+        "num_devices": ("devices", [2**power for power in range(1, 11)]),
+        "num_tokens": ("tokens", [count for count in tokens if count <= MAX_POSITIONS]),
+    }
+    measures: dict[str, Callable[[Any], float]] = {
+        "MiB sent by a device": lambda one: (one.num_bytes("forward") + one.num_bytes("backward")) / 2**20,
+        "MiB held by a device": lambda one: one.memory / 2**20,
+        "bound of time in ms": lambda one: one.seconds * 1e3,
+    }
+    figure, axes = plt.subplots(len(measures), 2, figsize=(11, 10), layout="constrained", sharex="col")
+    for column, (name, (label, sizes)) in enumerate(sweeps.items()):
+        found = {size: compare(**{name: size}).forecasts for size in sizes if size >= call.num_devices or column == 0}
+        for index, one in enumerate(next(iter(found.values()))):
+            style = {"marker": "osd"[index % 3], "linestyle": ("-", "--", ":")[index % 3], "label": one.strategy}
+            for row, measure in enumerate(measures.values()):
+                values = [measure(forecasts[index]) for forecasts in found.values()]
+                axes[row, column].plot(list(found), values, **style)
+        for row, unit in enumerate(measures):
+            axes[row, column].set(yscale="log", ylabel=unit)
+            axes[row, column].set_xscale("log", base=2)
+            axes[row, column].grid(alpha=0.3)
+        axes[-1, column].set_xlabel(label)
+    axes[0, 0].legend()
+    figure.suptitle(f"{call.num_queries:,} tokens, {call.num_devices} devices, and more or fewer of either")
+    figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)
+    plt.close(figure)

@@ -1,0 +1,360 @@
+"""The planner: what each strategy will take for a model and a mesh, in a table, before anything runs."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ringjax._definition.arguments import DTYPES, check_choices
+from ringjax._definition.branch import MAX_POSITIONS, Branch
+from ringjax._definition.counts import check_count, is_integer
+from ringjax._definition.pattern import MOST_OF_REACH, DilatedPattern, Reach, read_pattern
+from ringjax._forecast.call import Call, make_call
+from ringjax._forecast.forecast import Forecast, all_forecasts, choose
+from ringjax._forecast.machine import Machine, find_machine
+from ringjax._kernels.implementation import IMPLEMENTATIONS, NAME_OF, NAMES, PREFERENCE
+from ringjax._meeting.protocol import Request
+from ringjax._schedule.strategy import STRATEGIES, check_exchange_size
+
+FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The strategies of a call beside each other; `str` of it is a table.
+
+    Args:
+      call: the call, in integers.
+      machine: the figures of the devices.
+      forecasts: what each strategy takes.
+      best: the one of the least bound of time, which may be of several strategies.
+      has_gradient: whether the gradient is counted.
+      axis_name: the mesh axis of the sequence.
+    """
+
+    call: Call
+    machine: Machine
+    forecasts: tuple[Forecast, ...]
+    best: Forecast
+    has_gradient: bool
+    axis_name: str = "seq"
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table: one for each strategy, of figures."""
+        more = [] if self.best in self.forecasts else [self.best]
+        return [self._row(one) for one in (*self.forecasts, *more)]
+
+    def _row(self, one: Forecast) -> dict[str, Any]:
+        both = one.forward + one.backward
+        legs = [leg for branch in one.branches if branch.strategy == "ring" for leg in branch.key_legs]
+        hops = sum(leg.hops for leg in legs)
+        return {
+            "strategy": one.strategy,
+            "exchange_size": max(branch.exchange_size for branch in one.branches),
+            "hops": hops,
+            "messages": sum(message.times for message in one.messages),
+            "bytes_forward": one.num_bytes("forward"),
+            "bytes_backward": one.num_bytes("backward"),
+            "bytes_between_nodes": sum(
+                message.num_bytes * message.times
+                for message in one.messages
+                if not self.machine.is_inside(message, self.call.num_devices)
+            ),
+            "bytes_held": one.memory,
+            "pairs": one.pairs,
+            "operations": sum(one.operations),
+            "seconds_products": both.products,
+            "seconds_memory": both.memory,
+            "seconds_links_hidden": both.hidden,
+            "seconds_links_exposed": both.exposed,
+            "seconds": both.total,
+        }
+
+    @property
+    def implementations(self) -> list[dict[str, str]]:
+        """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
+        found = []
+        for branch in self.best.branches:
+            reasons = []
+            tried = PREFERENCE if self.call.implementation is None else ()
+            for own in itertools.takewhile(lambda own, branch=branch: own != branch.implementation, tried):
+                implementation, request = IMPLEMENTATIONS[own], self.call.request
+                reason = implementation.obstacle(request, implementation.prepare(request, branch))
+                reasons.append(f"not {NAME_OF[own]}: {reason}")
+            name = NAME_OF[branch.implementation]
+            found.append({"branch": str(branch.branch), "implementation": name, "why": "; ".join(reasons)})
+        return found
+
+    @functools.cached_property
+    def reach(self) -> Reach:
+        """How many queries see beyond their smallest branch."""
+        length = min(self.call.num_queries, MOST_OF_REACH)
+        return self.call.pattern.reach(length, self.call.work.num_kv_heads, self.call.is_causal)
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in a sentence."""
+        if not any(one.messages for one in self.forecasts):
+            return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
+        name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
+        worst = max(self.forecasts, key=lambda one: one.seconds)
+        over = f"{worst.seconds / self.best.seconds:.2f}"
+        compared = f'that of "{worst.strategy}" {over} times as long' if over != "1.00" else "no other is much longer"
+        default = ' The default is "ring".' if self.best.strategy != "ring" else ""
+        return f"Take {name}: its bound is {_time(self.best.seconds)}, and {compared}.{default}"
+
+    @property
+    def example(self) -> str:
+        """The call to paste."""
+        call = self.call
+        branches = ", ".join(f"ringjax.{branch}" for branch in call.pattern.branches)
+        usual = DilatedPattern(call.pattern.branches)
+        chosen = {name: getattr(call.pattern, name) for name in ("offsets", "merge", "heads")}
+        choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
+        options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
+        if call.exchange_size is not None and self.best.strategy in ("all_to_all", "auto"):
+            options.append(f"exchange_size={call.exchange_size}")
+        if call.implementation is not None:
+            options.append(f"implementation={call.implementation!r}")
+        if self.axis_name != "seq":
+            options.append(f"axis_name={self.axis_name!r}")
+        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(options)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, for JSON."""
+        return {
+            "device": self.machine.name,
+            "tokens": self.call.num_queries,
+            "devices": self.call.num_devices,
+            "has_gradient": self.has_gradient,
+            "strategies": self.rows,
+            "implementations": self.implementations,
+            "share_that_sees_beyond": self.reach.in_any_head,
+            "share_that_sees_beyond_per_head": float(self.reach.beyond.mean()),
+            "recommended": self.best.strategy,
+            "recommendation": self.recommendation,
+            "call": self.example,
+        }
+
+    def to_json(self) -> str:
+        """Returns all figures in JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def __str__(self) -> str:
+        call, machine = self.call, self.machine
+        what = "forward and gradient" if self.has_gradient else "forward"
+        title = (
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
+            f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.\n"
+            "Times are bounds: products at the peak rate, links at full rate."
+        )
+        columns = {
+            "strategy": "strategy",
+            "exchange": "exchange_size",
+            "hops": "hops",
+            "messages": "messages",
+            "sent forward": "bytes_forward",
+            "backward": "bytes_backward",
+            "between nodes": "bytes_between_nodes",
+            "holds": "bytes_held",
+            "products": "seconds_products",
+            "memory": "seconds_memory",
+            "links hidden": "seconds_links_hidden",
+            "exposed": "seconds_links_exposed",
+            "bound": "seconds",
+        }
+        cells = [list(columns)] + [[_cell(key, row[key]) for key in columns.values()] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        served = [
+            f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
+            for one in self.implementations
+        ]
+        if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
+            served.append(
+                f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
+                f"and {self.reach.beyond.mean():.0%} do in a head on average."
+            )
+        return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
+
+
+def _sizes(call: Call) -> str:
+    work = call.work
+    widths = f"{work.width}" if work.width == work.value_width else f"{work.width} and {work.value_width}"
+    sequences = f"{work.batch} sequence{'s' if work.batch > 1 else ''}"
+    return f"{sequences}, with {work.num_heads} query and {work.local_heads(1)} key/value heads of width {widths}"
+
+
+def compare(call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq") -> Comparison:
+    """Returns the strategies of a call beside each other."""
+    forecasts = tuple(all_forecasts(call, machine, has_gradient))
+    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name)
+
+
+def plan(
+    pattern: DilatedPattern | Sequence[Branch] | None = None,
+    *,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+    batch_size: int = 1,
+    dtype: Any = "bfloat16",
+    is_causal: bool = False,
+    features: Sequence[str] = (),
+    mesh: Mapping[str, int] | jax.sharding.Mesh | jax.sharding.AbstractMesh | int = 8,
+    axis_name: str = "seq",
+    head_axes: str | Sequence[str] = ("tensor",),
+    node_size: int | None = None,
+    device: str | Machine = "H100",
+    exchange_size: int | None = None,
+    implementation: str | None = None,
+    has_gradient: bool = True,
+) -> Comparison:
+    """Compares the strategies for a model on a mesh, from integers alone: nothing is compiled, no array is made.
+
+    Args:
+      pattern: the branches, see :func:`ring_dilated_attention`.
+      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
+      dilation_rates: the dilation rate of each branch.
+      num_tokens: the length of the whole sequence.
+      num_heads: the number of query heads N.
+      num_kv_heads: the number of key/value heads K; N by default.
+      head_dim: the width of queries and keys.
+      value_dim: the width of values; `head_dim` by default.
+      batch_size: the number of sequences on the whole mesh.
+      dtype: the dtype of the arrays.
+      is_causal: whether a query sees only keys that are not after it.
+      features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
+      mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
+        or a mesh.
+      axis_name: the axis that the sequence is sharded along.
+      head_axes: the axis, or axes, beside the sequence's that heads are sharded along; all others cut the batch.
+      node_size: the devices of a node; what the device's figures say by default.
+      device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
+        figures in JSON.
+      exchange_size: how many devices exchange tokens for heads; by default the fewest after which nothing else travels,
+        else the most that serve.
+      implementation: what computes; by default the fastest that serves.
+      has_gradient: whether the gradient is counted too.
+
+    Returns:
+      The strategies beside each other: `print` it for a table, `to_json` gives its figures, `best` the one of the least
+      bound of time.
+
+    Raises:
+      ValueError, TypeError: for a wrong pattern, sizes that do not divide, an unknown device, feature or axis.
+
+    Example:
+      >>> from ringjax import Segments
+      >>> plan([Segments(2**20)], num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=8).best.strategy
+      'all_to_all'
+    """
+    pattern = read_pattern(pattern, segment_lengths, dilation_rates, "interleaved", "lse", "all")
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    check_choices(is_causal, "auto", STRATEGIES, implementation, NAMES)
+    check_exchange_size(exchange_size, "auto")
+    sizes = _read_mesh(mesh, axis_name)
+    head_axes = (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
+    counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
+    counts |= {} if node_size is None else {"node_size": node_size}
+    _check(counts, sizes, axis_name, features)
+    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis != axis_name)
+    batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
+    _check_parts(counts, head_parts, batch_parts, head_axes)
+    machine = find_machine(device)
+    if node_size is not None:
+        machine = dataclasses.replace(machine, node_size=node_size)
+    dtype = _read_dtype(dtype)
+    shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
+    arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
+    call = make_call(
+        Request(*arrays, machine.platform, needs=tuple(features), device_kind=machine.name),
+        pattern=pattern,
+        lengths=(num_tokens, num_tokens),
+        query_offset=0,
+        num_devices=sizes[axis_name],
+        batch=batch_size // batch_parts,
+        num_heads=num_heads // head_parts,
+        document_itemsize=4 * ("document_ids" in features),
+        is_causal=bool(is_causal),
+        exchange_size=None if exchange_size is None else int(exchange_size),
+        implementation=implementation,
+    )
+    return compare(call, machine, has_gradient, axis_name)
+
+
+def _read_mesh(mesh: Any, axis_name: str) -> dict[str, int]:
+    """Returns the size of each axis of a mesh.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if is_integer(mesh):
+        return {axis_name: int(mesh)}
+    sizes = getattr(mesh, "shape", mesh)
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"mesh={mesh!r} must be a mesh, the size of each axis by its name, or that of {axis_name!r}")
+    return dict(sizes)
+
+
+def _read_dtype(dtype: Any) -> np.dtype:
+    try:
+        read = np.dtype(jax.numpy.dtype(dtype))
+    except TypeError:
+        read = np.dtype(bool)
+    if read.name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is none that attention takes: use one of {', '.join(DTYPES)}")
+    return read
+
+
+def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: str, features: Sequence[str]) -> None:
+    for name, count in counts.items():
+        check_count(name, count)
+    if counts["num_tokens"] > MAX_POSITIONS:
+        raise ValueError(f"num_tokens={counts['num_tokens']} is above {MAX_POSITIONS}, the most positions: give fewer")
+    if axis_name not in sizes:
+        raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
+    unknown = [name for name in features if name not in FEATURES]
+    if unknown:
+        raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
+
+
+def _check_parts(counts: dict[str, Any], head_parts: int, batch_parts: int, head_axes: tuple[str, ...]) -> None:
+    num_heads, num_kv_heads, batch_size = counts["num_heads"], counts["num_kv_heads"], counts["batch_size"]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if num_heads % head_parts or (num_kv_heads % head_parts and head_parts % num_kv_heads):
+        raise ValueError(
+            f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {head_parts} devices of "
+            f"{head_axes}: use fewer"
+        )
+    if batch_size % batch_parts:
+        raise ValueError(f"batch_size={batch_size} does not divide over {batch_parts} devices: make it a multiple")
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.startswith("seconds"):
+        return _time(value) if value else "-"
+    if key.startswith("bytes"):
+        return f"{value / 2**20:,.4g} MiB" if value else "-"
+    return str(value)

@@ -1,0 +1,105 @@
+"""The addition of branches: how the results of all, each of the rows that it keeps, become one total.
+
+A total is a tuple of tokens [B, n, K, GD]: n tokens of the shard, K key/value heads, G query heads of each.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from ringjax._ring.layout import Layout
+from ringjax._ring.plan import Plan
+
+Total = tuple[Array, ...]
+
+
+class Addition(NamedTuple):
+    """How results of branches are added: `fills` are what changes nothing, `groups` the heads of each array of a total.
+
+    The `dtypes` are those of results, which are not a total's where nothing is added to them.
+    `one(layout, total, results)` adds the results of a branch to the rows that they are of, `first(layout, total,
+    results)` puts those of all rows, `many(parts)` adds totals, their heads apart: [B, n, K, G, D].
+    """
+
+    fills: Sequence[float]
+    groups: Sequence[int]
+    dtypes: Sequence[Any]
+    one: Callable[[Layout, Total, Any], Total]
+    first: Callable[[Layout, Total, Any], Total]
+    many: Callable[[list[Total]], Total]
+
+
+# On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep. If the
+# first branch keeps all tokens in all heads, its results are put in place, not added. The dense branches of a
+# fused kernel are added all at once, in one pass over the tokens.
+
+
+def add_branches(
+    compute: Callable[..., Any],
+    addition: Addition,
+    arrays: Any,
+    total: Total,
+    plan: Plan,
+    earlier: Any = None,
+) -> Total:
+    """Adds what `compute(layout, arrays, earlier)` makes of arrays of tokens [B, n, ...] in each branch to a total.
+
+    What a branch sends goes after the collectives that gave the arrays `earlier`, and those of the branch before.
+    """
+    fused = []
+    for number, branch in enumerate(plan.branches):
+        layout = Layout(plan.rows(branch), plan.implementation(branch))
+        compute_branch = functools.partial(compute, earlier=None if branch.is_local else earlier)
+        if branch.traits.are_added_at_once and branch.is_dense:
+            results = compute_branch(layout, arrays)
+            fused.append((layout, results))
+        else:
+            is_first = number == 0 and layout.is_of_all(total[0].shape[2])
+            add = addition.first if is_first else addition.one
+            dtypes = addition.dtypes if is_first else [array.dtype for array in total]
+            results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
+        earlier = earlier if branch.is_local else results
+    return _add_fused(fused, addition, total) if fused else total
+
+
+def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total) -> Total:
+    def apart(tokens: Array, groups: int) -> Array:
+        return tokens.reshape(*tokens.shape[:3], groups, -1)  # [B, n, K, G, D]
+
+    parts = [total]
+    for layout, results in fused:
+        spread = functools.partial(layout.spread, num_heads=total[0].shape[2])
+        parts.append(tuple(spread(tiles, fill=fill) for tiles, fill in zip(results, addition.fills, strict=False)))
+    added = addition.many([tuple(map(apart, part, addition.groups)) for part in parts])
+    return tuple(array.reshape(tokens.shape) for array, tokens in zip(added, total, strict=True))
+
+
+def _add_by_group(
+    compute: Callable[[Layout, Any], Any],
+    add_results: Callable[[Layout, Total, Any], Total],
+    layout: Layout,
+    arrays: Any,
+    total: Total,
+    dtypes: Sequence[Any],
+) -> Total:
+    """Adds a branch, group by group, so that only the rows of one group are copied, to a total of these dtypes."""
+    side = layout.rows.side
+    add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays))
+    if side.num_groups == 1 or layout.rows.already_taken:
+        return add(layout, arrays, total)
+    size = side.shard_length // side.num_groups
+
+    def add_group(group: Any, total: Total) -> Total:
+        cut = lambda array: jax.lax.dynamic_slice_in_dim(array, group * size, size, axis=1)
+
+        def paste(array: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), group * size, axis=1)
+
+        of_group = layout._replace(rows=layout.rows.of_group(group))
+        return jax.tree.map(paste, total, add(of_group, jax.tree.map(cut, arrays), jax.tree.map(cut, total)))
+
+    total = tuple(array.astype(dtype) for array, dtype in zip(total, dtypes, strict=True))
+    return jax.lax.fori_loop(0, side.num_groups, add_group, total)

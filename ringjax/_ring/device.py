@@ -1,0 +1,200 @@
+"""What one device does: in each part of the plan it exchanges tokens for heads, computes, and exchanges back.
+
+B batch, n tokens of the device, K key/value heads, G query heads of each, N = K * G, H and V the widths.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer, UInt
+
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._meeting.block import accumulation_dtype, merge
+from ringjax._mesh.order import after
+from ringjax._ring.plan import Plan
+from ringjax._ring.shard import Shard, add_gradients, add_results
+
+
+class Context(NamedTuple):
+    """What attention depends on beside its arguments, and is not differentiated by.
+
+    `KINDS` says how each lies on the mesh, as `Placement.map` takes it.
+    """
+
+    KINDS = "ddrr"
+
+    query_documents: Int[Array, "*B T"] | None = None
+    key_documents: Int[Array, "*B S"] | None = None
+    seed: UInt[Array, "2"] | None = None
+    query_offset: Integer[Array, ""] | None = None
+
+    @property
+    def documents(self) -> tuple[Array | None, Array | None]:
+        """The documents of queries and of keys."""
+        return self.query_documents, self.key_documents
+
+
+class Backward(NamedTuple):
+    """What the backward is given: the arguments, the results, and the cotangents of those that were used.
+
+    `KINDS` as those of `Context`.
+    """
+
+    KINDS = "qkkqqqq"
+
+    query: Float[Array, "*B T N H"]
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K V"]
+    out: Float[Array, "*B T N V"]
+    lse: Float[Array, "*B T N"]
+    out_grad: Float[Array, "*B T N V"] | None
+    lse_grad: Float[Array, "*B T N"] | None
+
+
+def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: Plan) -> tuple[Array, Array]:
+    """Returns the output and the lse of a device's queries."""
+    plan = plan.at(Context(*context).query_offset)
+    axes = _axes((query, key, value, context), plan)
+    arrays, context = _group(query, key, value, axes, plan), _group_context(Context(*context), axes)
+    batch_shape, heads, dtype = query.shape[:-3], query.shape[-2], accumulation_dtype(query, key, value)
+    results: Any = []
+    for part in plan.parts:
+        earlier = results[-1] if results else None
+        shard = _enter(part, arrays[:1], arrays[1:], context, batch_shape, heads, earlier)
+        is_alone = len(plan.parts) == 1
+        out, lse = add_results(part, shard, dtype, earlier, is_alone)
+        if is_alone:  # then nothing is added to it: it travels, and is returned, as the caller has it
+            out = out.astype(query.dtype)
+        results.append(_leave(part, (out, lse), (), arrays, (0.0, -jnp.inf)))
+    out_shape = (*query.shape[:-1], value.shape[-1])
+    results = [(out.reshape(out_shape), lse.reshape(query.shape[:-1])) for out, lse in results]
+    out, lse = results[0] if len(results) == 1 else merge(*zip(*results, strict=True))
+    return out.astype(query.dtype), lse
+
+
+def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
+    """Returns the gradients of a device's queries, keys and values, given what is in `Backward` and in `Context`."""
+    size = len(Backward._fields)
+    query, key, value, out, lse, out_grad, lse_grad = Backward(*given[:size])
+    context = Context(*given[size:])
+    plan = plan.at(context.query_offset)
+    axes = _axes((query, key, value, context), plan)
+    # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
+    arrays, ungroup = jax.vjp(functools.partial(_group, axes=axes, plan=plan), query, key, value)
+    context = _group_context(context, axes)
+    batch_shape, heads, dtype = query.shape[:-3], query.shape[-2], lse.dtype
+    cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
+    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
+    # that knew that the gradients begin as zeros would make these arrays long before they are needed.
+    arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, jnp.zeros((), dtype)))
+    # What the backward of each implementation needs of a query, before any rows are taken.
+    of_queries = {
+        implementation: [
+            _group_heads(array, plan)
+            for array in IMPLEMENTATIONS[implementation].of_queries(out, lse, cotangent, lse_grad)
+        ]
+        for implementation in dict.fromkeys(branch.implementation for branch in plan.branches)
+    }
+    # The forward's rings come first, and those of layers behind it.
+    earlier: Any = lse, cotangent, lse_grad
+    grads: Any = []
+    for part in plan.parts:
+        names = list(dict.fromkeys(branch.implementation for branch in part.branches))
+        queries = arrays[0], *(array for name in names for array in of_queries[name])
+        shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
+        ends = np.cumsum([1] + [len(of_queries[name]) for name in names])
+        of_names = {name: slice(*ends[number : number + 2]) for number, name in enumerate(names)}
+        # What nothing is added to travels, and is returned, as the caller has the array.
+        is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
+        is_final = is_alone, *2 * [is_alone and num_copies == 1]
+        of_part = add_gradients(part, shard, of_names, zero, earlier, is_final)
+        narrow = lambda grad, array, is_final: grad.astype(array.dtype) if is_final else grad
+        of_query, *of_keys = map(narrow, of_part, arrays, is_final)
+        earlier = _leave(part, (of_query,), tuple(of_keys), arrays, (0.0, 0.0, 0.0))
+        grads.append(earlier)
+    grads = functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), grads)
+    return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
+
+
+def _enter(
+    part: Plan,
+    queries: tuple[Array, ...],
+    keys: tuple[Array, ...],
+    context: Context,
+    batch_shape: tuple[Any, ...],
+    num_heads: int,
+    earlier: Any,
+) -> Shard:
+    """Returns what a device computes with in a part of the plan, after the exchange of tokens for heads."""
+    exchange, documents, num_heads = part.exchange, context.documents, num_heads // part.exchange_size
+    if exchange.size > 1:
+        if part.rows_exchanged is not None:
+            queries, keys = jax.tree.map(part.rows_exchanged.take, (queries, keys))
+        documents = exchange.gather(after(documents, earlier))
+        spread = (*map(exchange.spread_queries, queries), *map(exchange.spread_keys, keys))
+        moved = exchange.to_heads(after(spread, (documents, earlier)))
+        queries, keys = moved[: len(queries)], moved[len(queries) :]
+    noise = part.noise(context.seed, batch_shape, num_heads)
+    return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
+
+
+def _leave(
+    part: Plan, queries: tuple[Array, ...], keys: tuple[Array, ...], arrays: Any, fills: tuple[float, ...]
+) -> tuple[Array, ...]:
+    """Returns what a device's own tokens have of results of queries and of keys, and `fills` where they have none."""
+    exchange, rows, (batch, length, num_kv_heads, _) = part.exchange, part.rows_exchanged, arrays[1].shape
+    if exchange.size == 1:
+        return *queries, *keys
+    moved = exchange.to_tokens((*queries, *keys))
+    queries = tuple(array.reshape(*array.shape[:2], num_kv_heads, -1) for array in moved[: len(queries)])
+    keys = tuple(exchange.add_copies(array, num_kv_heads) for array in moved[len(queries) :])
+    if rows is None:
+        return *queries, *keys
+    empty = lambda array, fill: jnp.full_like(array, fill, shape=(batch, length, *array.shape[2:]))
+    return tuple(rows.put(empty(array, fill), array) for array, fill in zip((*queries, *keys), fills, strict=True))
+
+
+def _group_context(context: Context, axes: frozenset[str]) -> Context:
+    """Gives documents one batch dimension, and the mesh axes that the arguments vary along."""
+    cast = lambda array: None if array is None else _cast(array.reshape(-1, array.shape[-1]), axes)
+    return context._replace(query_documents=cast(context.query_documents), key_documents=cast(context.key_documents))
+
+
+def _axes(arrays: Any, plan: Plan) -> frozenset[str]:
+    """The mesh axes along which any of the arrays varies, and the sequence's."""
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(arrays)))
+    return axes if plan.placement.axis_name is None else axes | {plan.placement.axis_name}
+
+
+def _cast(array: Array, axes: frozenset[str]) -> Array:
+    return jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying")
+
+
+def _group(
+    query: Float[Array, "*B n N H"],
+    key: Float[Array, "*B s K H"],
+    value: Float[Array, "*B s K V"],
+    axes: frozenset[str],
+    plan: Plan,
+) -> tuple[Float[Array, "b n k GH"], Float[Array, "b s k H"], Float[Array, "b s k V"]]:
+    """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
+    query, key, value = (_cast(array, axes).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
+    if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
+        pick = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
+        )
+        key, value = pick(key), pick(value)
+    return _group_heads(query, plan), key, value
+
+
+def _group_heads(array: Float[Array, "*B n N H"], plan: Plan) -> Float[Array, "b n k GH"]:
+    # Side by side: a dimension of their own would be of size one for many, which XLA:CPU may lay out anew.
+    length, heads, width = array.shape[-3:]
+    return array.reshape(-1, length, plan.local_heads, heads // plan.local_heads * width)
+
+
+def _varying_axes(array: Array) -> frozenset[str]:
+    return jax.typeof(array).manual_axis_type.varying

@@ -1,0 +1,144 @@
+"""The exchange of tokens for heads: consecutive devices become one shard of the sequence, each with some of its heads.
+
+All of them then see each other's tokens without sending any (DeepSpeed-Ulysses, arXiv 2309.14509); rows travel between
+such shards (USP, arXiv 2405.07719). B batch, n tokens of a device, K its key/value heads, E those that are exchanged,
+which may be some of K repeated, L those that each member has then, G query heads of each.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Int, Shaped
+
+from ringjax._mesh.order import after
+
+
+class Moved(NamedTuple):
+    """Arrays that were moved: those that differ in their last dimension alone in one message, side by side.
+
+    `places` are the numbers of the arrays in each message, `ends` where they end there.
+    """
+
+    messages: tuple[Array, ...]
+    places: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def take_apart(self) -> tuple[Array, ...]:
+        """Returns the arrays."""
+        arrays: dict[int, Array] = {}
+        for message, place, ends in zip(self.messages, self.places, self.ends, strict=True):
+            arrays |= zip(place, jnp.split(message, ends, axis=-1), strict=True)
+        # Whoever waits for one waits for all.
+        first, *rest = (arrays[number] for number in range(len(arrays)))
+        return (after(first, rest), *rest) if len(self.messages) > 1 else (first, *rest)
+
+
+def pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
+    """Moves arrays in as few messages as may be."""
+    kinds = [(array.dtype, array.shape[:-1]) for array in arrays]
+    messages, places, all_ends = [], [], []
+    for kind in dict.fromkeys(kinds):
+        place = tuple(number for number, other in enumerate(kinds) if other == kind)
+        side_by_side = jnp.concatenate([arrays[number] for number in place], axis=-1)
+        messages.append(move(after(side_by_side, messages[-1:])))
+        places.append(place)
+        all_ends.append(tuple(np.cumsum([arrays[number].shape[-1] for number in place])[:-1].tolist()))
+    return Moved(tuple(messages), tuple(places), tuple(all_ends))
+
+
+class Exchange(NamedTuple):
+    """How devices along a mesh axis make up shards: `size` consecutive ones each, which part its heads among them."""
+
+    axis_name: str | None
+    num_devices: int
+    size: int = 1
+
+    @property
+    def shard(self) -> Int[Array, ""]:
+        """The number of this device's shard."""
+        if self.axis_name is None:
+            return jnp.int32(0)
+        device = jax.lax.axis_index(self.axis_name)
+        return device if self.size == 1 else jax.lax.div(device, jnp.int32(self.size))
+
+    @property
+    def member(self) -> Any:
+        """The number of this device in its shard."""
+        return 0 if self.size == 1 else jax.lax.rem(jax.lax.axis_index(self.axis_name), jnp.int32(self.size))
+
+    def pairs(self, permutation: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the devices that send to each other where shards do: those of one number in their shards."""
+        size = self.size
+        return [(size * here + one, size * there + one) for here, there in permutation for one in range(size)]
+
+    def groups(self, groups: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Returns the groups of devices that are groups of shards."""
+        return [[self.size * shard + one for shard in group] for group in groups for one in range(self.size)]
+
+    def num_copies(self, num_kv_heads: int) -> int:
+        """Returns the number of members that need each of a device's key/value heads."""
+        return max(1, self.size // num_kv_heads)
+
+    def spread_queries(self, array: Shaped[Array, "B n K GD"]) -> Shaped[Array, "B n E D"]:
+        """Cuts the groups of query heads so that every member has some."""
+        *batch, heads, width = array.shape
+        copies = self.num_copies(heads)
+        return array.reshape(*batch, heads * copies, width // copies)
+
+    def spread_keys(self, array: Shaped[Array, "B n K D"]) -> Shaped[Array, "B n E D"]:
+        """Repeats heads so that every member has one."""
+        copies = self.num_copies(array.shape[2])
+        return array if copies == 1 else jnp.repeat(array, copies, axis=2)
+
+    def add_copies(self, array: Shaped[Array, "B n E D"], num_kv_heads: int) -> Shaped[Array, "B n K D"]:
+        """Sums what belongs to the same head: the transpose of `spread_keys`."""
+        copies = self.num_copies(num_kv_heads)
+        return array if copies == 1 else array.reshape(*array.shape[:2], num_kv_heads, copies, -1).sum(axis=3)
+
+    def to_heads(self, arrays: Sequence[Shaped[Array, "B _ E _"]]) -> tuple[Shaped[Array, "B _ L _"], ...]:
+        """Gives each member all tokens of the shard, in order, and its part of the heads."""
+        return pack(lambda array: self._exchange(array, 2, 1), arrays).take_apart()
+
+    def to_tokens(self, arrays: Sequence[Shaped[Array, "B _ L _"]]) -> tuple[Shaped[Array, "B _ E _"], ...]:
+        """Undoes `to_heads`."""
+        return pack(lambda array: self._exchange(array, 1, 2), arrays).take_apart()
+
+    def gather(self, documents: Sequence[Int[Array, "B _"] | None]) -> tuple[Int[Array, "B _"] | None, ...]:
+        """Gives each member the documents of the shard's tokens."""
+
+        def gather(array: Array, earlier: Any) -> Array:
+            array, groups = after(array, earlier), self._members
+            return jax.lax.all_gather(array, self.axis_name, axis=1, axis_index_groups=groups, tiled=True)
+
+        gathered: list[Any] = []
+        for array in documents:
+            gathered.append(None if array is None else gather(array, gathered))
+        return tuple(gathered)
+
+    @property
+    def _members(self) -> list[list[int]] | None:
+        if self.size == self.num_devices:
+            return None
+        return np.arange(self.num_devices).reshape(-1, self.size).tolist()
+
+    def _exchange(self, array: Array, split_axis: int, concat_axis: int) -> Array:
+        def exchange(array: Array) -> Array:
+            groups = self._members
+            return jax.lax.all_to_all(
+                array, self.axis_name, split_axis, concat_axis, axis_index_groups=groups, tiled=True
+            )
+
+        # jax has no rule for a vmap of groups: instances are one more of the batch.
+        mapped = custom_vmap(exchange)
+
+        @mapped.def_vmap
+        def _(size: int, is_batched: list[bool], array: Array) -> tuple[Array, bool]:
+            del is_batched
+            folded = self._exchange(array.reshape(-1, *array.shape[2:]), split_axis, concat_axis)
+            return folded.reshape(size, -1, *folded.shape[1:]), True
+
+        return mapped(array)

@@ -1,0 +1,37 @@
+"""The strategy "all_gather": each shard gathers the keys of its segment, then computes."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ringjax._meeting.meeting import Meeting, Slots, Tiles
+from ringjax._ring.layout import Task
+from ringjax._ring.ring import Addends
+
+
+def forward(task: Task) -> Any:
+    """Returns the attention of one branch, where it is computed."""
+    queries, keys, meeting = _meet(task)
+    partial = task.implementation.start(queries.arrays, keys.arrays)
+    return task.implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
+
+
+def backward(task: Task) -> Addends:
+    """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
+    implementation, plan = task.implementation, task.plan
+    queries, keys, meeting = _meet(task)
+    grads = implementation.start_gradients(queries.arrays, keys.arrays)
+    grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+    query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
+    key_grad, value_grad = plan.scatter(task.branch, tuple(keys_grad))
+    return Addends(query_grad, key_grad, value_grad)
+
+
+def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
+    branch, implementation = task.branch, task.implementation
+    queries, keys = task.take_swapped(task.queries), task.plan.gather(branch, task.take(task.keys))
+    rows, size = task.keys.layout.rows, branch.gather_size
+    gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
+    own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
+    others = implementation.see_keys(Slots(rows, gathered, False, keys.documents))
+    return queries, keys, Meeting(branch, own, others)

@@ -1,0 +1,194 @@
+"""One branch on one shard: its rows as they are where they are computed, with their documents.
+
+B batch, n tokens of the shard, m slots, K key/value heads, G query heads of each.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from ringjax._meeting.block import Keys
+from ringjax._meeting.meeting import Noise, Slots, Tiles
+from ringjax._meeting.protocol import Implementation
+from ringjax._meeting.rows import Combine, Rows
+from ringjax._mesh.order import after
+from ringjax._ring.exchange import Moved
+from ringjax._ring.plan import Plan
+from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.side import Side
+
+
+class Layout(NamedTuple):
+    """The rows of queries, or of keys, of a branch as its implementation has them."""
+
+    rows: Rows
+    implementation: Implementation
+
+    def of_keys(self) -> "Layout":
+        """Returns the layout of keys."""
+        return self._replace(rows=self.rows.of_keys())
+
+    def is_of_all(self, num_heads: int) -> bool:
+        """Returns whether all of so many heads keep all tokens."""
+        has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.keeps_all
+        return has_all_tokens and self.rows.heads.size == num_heads
+
+    def of_part(self, side: Side) -> "Layout":
+        """Returns the layout of a part of the rows."""
+        return self._replace(rows=self.rows._replace(side=side))
+
+    def take(self, tokens: Array, groups: int | None = None) -> Array:
+        """Takes rows of tokens, and lays them out; those of queries in groups."""
+        return self.lay_out(self.take_rows(tokens), groups)
+
+    def take_rows(self, tokens: Shaped[Array, "B n all D"]) -> Shaped[Array, "B m K D"]:
+        """Takes rows of tokens as they are."""
+        return self.rows.take(self.rows.heads.cut(tokens))
+
+    def lay_out(self, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Lays rows out; those of queries in groups."""
+        return self.implementation.lay_out(self.rows.side, self.rows.pad(rows), groups)
+
+    def take_back(self, tiles: Array) -> Shaped[Array, "B m K D"]:
+        """Undoes `lay_out`."""
+        return self.rows.unpad(self.implementation.take_back(self.rows.side, tiles, self.rows.heads.size))
+
+    def put(self, tokens: Array, tiles: Array, *combine: Combine) -> Array:
+        """Puts rows that are laid out in their places among tokens."""
+        return self.put_rows(tokens, self.take_back(tiles), *combine)
+
+    def put_rows(self, tokens: Array, rows: Array, *combine: Combine) -> Array:
+        """Puts rows in their places among tokens."""
+        heads = self.rows.heads
+        return heads.paste(tokens, self.rows.put(heads.cut(tokens), rows, *combine))
+
+    def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:
+        """Returns tokens of so many heads with rows that are laid out in their places, and `fill` elsewhere."""
+        heads, part = self.rows.heads, self.rows.spread(self.take_back(tiles), fill)
+        if heads.size == num_heads:
+            return part
+        return heads.paste(jnp.full_like(part, fill, shape=(*part.shape[:2], num_heads, part.shape[3])), part)
+
+
+class Operand(NamedTuple):
+    """The queries, or the keys and values, of a shard: tokens, from whose rows `make` makes what is computed."""
+
+    layout: Layout
+    tokens: tuple[Array, ...]
+    documents: Int[Array, "B n"] | None
+    make: Callable[..., Any]
+    groups: int | None = None
+
+    @property
+    def side(self) -> Side:
+        """The side of the branch that the operand is."""
+        return self.layout.rows.side
+
+    def of_part(self, side: Side) -> "Operand":
+        """Returns a part of the operand."""
+        return self._replace(layout=self.layout.of_part(side))
+
+    def of_halo(self, leg: Leg) -> "Operand":
+        """Returns the part that goes in the last hop of a leg."""
+        return self.of_part(leg.of_halo(self.side))
+
+    def take(self) -> Tiles:
+        """Takes the rows, laid out."""
+        return self.lay_out(self.take_rows())
+
+    def take_rows(self) -> Any:
+        """Takes the rows as they are, and their documents for each class of heads."""
+        rows = tuple(map(self.layout.take_rows, self.tokens))
+        if self.documents is None:
+            return rows, None
+        of_classes = self.layout.rows.of_classes()
+        shape = (*self.documents.shape, of_classes.offset.size, 1)
+        return rows, of_classes.take(jnp.broadcast_to(self.documents[:, :, None, None], shape))
+
+    def lay_out(self, taken: Any) -> Tiles:
+        """Lays out what was taken."""
+        rows, documents = taken
+        arrays = self.make(*(self.layout.lay_out(array, self.groups) for array in rows))
+        return Tiles(arrays, None if documents is None else self.layout.lay_out(documents)[..., 0])
+
+
+class Task(NamedTuple):
+    """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
+
+    Where it `is_alone`, nothing is added to its results: those that travel have the dtypes of the caller's arrays.
+    """
+
+    queries: Operand
+    keys: Operand
+    noise: Noise | None
+    plan: Plan
+    earlier: Any = None
+    is_alone: bool = False
+
+    @property
+    def branch(self) -> BranchSchedule:
+        """The schedule of the branch."""
+        return self.queries.layout.rows.schedule
+
+    @property
+    def implementation(self) -> Implementation:
+        """What computes the branch."""
+        return self.queries.layout.implementation
+
+    def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
+        """Returns results in the dtypes in which they travel."""
+        if not self.is_alone:
+            return tuple(results)
+        return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
+
+    def take(self, operand: Operand) -> Tiles:
+        """Takes the rows of an operand, where they are kept."""
+        return after(operand.take(), self.earlier)
+
+    def take_swapped(self, operand: Operand) -> Tiles:
+        """Takes the rows of an operand, where they are computed."""
+        return self.plan.swap(self.branch, self.take(operand))
+
+    def send(self, operand: Operand, leg: Leg) -> "Halo":
+        """Sends the halo of an operand, and returns the one that arrives."""
+        halo = operand.of_halo(leg)
+        rows, documents = after(halo.take_rows(), self.earlier)
+        moved = self.plan.hop_rows(self.branch, rows, leg.halo_hops)
+        if documents is not None:
+            documents = self.plan.hop(self.branch, documents, leg.halo_hops)
+        return Halo(halo, moved, documents)
+
+    def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:
+        """Returns the slots of an operand's tiles after so many hops."""
+        rows = operand.layout.rows
+        shard = self.branch.source(rows.shard.astype(jnp.uint32), hops, direction)
+        return Slots(rows, shard[None], self.branch.is_balanced, tiles.documents)
+
+
+class Halo(NamedTuple):
+    """A part of an operand that is on its way."""
+
+    operand: Operand
+    rows: Moved
+    documents: Array | None
+
+    @property
+    def arrays(self) -> Any:
+        """What is on its way."""
+        return self.rows.messages, self.documents
+
+    def behind(self, computed: Any) -> tuple[Tiles, Any]:
+        """Lays out what arrives, behind something that is `computed` meanwhile; returns both.
+
+        Else a compiler may take what arrives apart first, and wait for it then.
+        """
+        (messages, documents), computed = jax.lax.optimization_barrier((self.arrays, computed))
+        return self.operand.lay_out((self.rows._replace(messages=messages).take_apart(), documents)), computed
+
+
+def operand_of_keys(layout: Layout, key: Array, value: Array, documents: Array | None) -> Operand:
+    """Returns keys and values as an operand, given the layout of queries."""
+    return Operand(layout.of_keys(), (key, value), documents, Keys)

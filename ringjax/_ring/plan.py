@@ -1,0 +1,228 @@
+"""The plan of one call: its schedules, its shard's place on the mesh, and all ways in which rows move there."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._meeting.block import Weighting
+from ringjax._meeting.meeting import Noise
+from ringjax._meeting.protocol import Implementation
+from ringjax._meeting.rows import BranchHeads, Rows, pick
+from ringjax._mesh.placement import Placement
+from ringjax._ring.exchange import Exchange, Moved, pack
+from ringjax._schedule.schedule import BranchSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
+
+    Where the platform is not known, and is not the one that `branches` are for, `elsewhere` takes their place. Branches
+    of which the same tokens are exchanged are a part of the plan; in that, `exchange_size` devices are a shard.
+    """
+
+    pattern: DilatedPattern
+    branches: tuple[BranchSchedule, ...]
+    num_kv_heads: int
+    weighting: Weighting
+    placement: Placement
+    broadcast_dropout: bool = False
+    elsewhere: tuple[BranchSchedule, ...] | None = None
+    exchange_size: int = 1
+
+    def with_batch(self) -> "Plan":
+        """Returns the plan of arrays with one more batch dimension, before the others, that no axis cuts."""
+        return dataclasses.replace(self, placement=self.placement._replace(batch=((), *self.placement.batch)))
+
+    def at(self, query_offset: Array | None) -> "Plan":
+        """Returns the plan of queries that begin at this position, where that was not known."""
+        if query_offset is None:
+            return self
+        first_token = query_offset.astype(jnp.uint32)
+        return dataclasses.replace(self, branches=tuple(branch.at(first_token) for branch in self.branches))
+
+    @property
+    def parts(self) -> tuple["Plan", ...]:
+        """The parts of the plan, each with the branches of which the same tokens are exchanged."""
+        parts: dict[Any, list[BranchSchedule]] = {}
+        for branch in self.branches:
+            rows_of = branch.number if branch.exchanges_rows else None
+            parts.setdefault((branch.exchange_size, rows_of), []).append(branch)
+        replace = functools.partial(dataclasses.replace, self)
+        return tuple(replace(branches=tuple(some), exchange_size=size) for (size, _), some in parts.items())
+
+    @property
+    def rows_exchanged(self) -> Rows | None:
+        """The rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens."""
+        branch = self.branches[0]
+        if not branch.exchanges_rows:
+            return None
+        return dataclasses.replace(self, exchange_size=1).rows(branch.of_devices())
+
+    @property
+    def exchange(self) -> Exchange:
+        """How devices make up shards."""
+        return Exchange(self.placement.axis_name, self.placement.num_shards, self.exchange_size)
+
+    # Heads are cut over axes of the mesh first, then over the members of a shard.
+
+    @property
+    def _num_head_parts(self) -> int:
+        return jax.lax.axis_size(self.placement.heads) * self.exchange_size
+
+    @property
+    def _head_part(self) -> Any:
+        """The number of this device's part of the heads."""
+        axes = self.placement.heads
+        outer = jax.lax.axis_index(axes) * self.exchange_size if axes else 0
+        return outer + self.exchange.member
+
+    @property
+    def first_head(self) -> Any:
+        """The global number of this device's first key/value head."""
+        return self._head_part * self.num_kv_heads // self._num_head_parts
+
+    @property
+    def local_heads(self) -> int:
+        """The number of key/value heads that this device's queries use."""
+        return max(1, self.num_kv_heads // self._num_head_parts)
+
+    def rows(self, branch: BranchSchedule) -> Rows:
+        """Returns the rows of queries that this shard keeps."""
+        heads = self._heads(branch)
+        return Rows(branch, branch.queries, self.exchange.shard, heads, self.placement.is_whole, branch.exchanges_rows)
+
+    def _heads(self, branch: BranchSchedule) -> BranchHeads:
+        """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
+        numbers = self.pattern.heads_of(branch.number, self.num_kv_heads)
+        branches = [(branch.number, branch.branch), *branch.earlier]
+        offsets = [
+            self.pattern.offset(np.asarray(numbers), one.offset_rate, self.num_kv_heads, number)
+            for number, one in branches
+        ]
+        offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
+        own, *earlier = offsets.astype(np.uint32)
+        first, head, is_member = self._members(numbers)
+        head = (head - numbers.start).clip(0, len(numbers) - 1)
+        classes = pick(classes.reshape(-1).astype(np.int32), head) if offsets.shape[1] > 1 else np.zeros(1, np.int32)
+        return BranchHeads(first, head.size, own, tuple(earlier), classes, is_member)
+
+    def _members(self, numbers: range) -> tuple[Any, Any, Any]:
+        """Returns the local number of this shard's first head, the global numbers of its heads, and which are members.
+
+        Members are heads in `numbers`. A shard that has fewer members than others also names heads that are none. The
+        last result is None where all heads are members.
+        """
+        local, shards = self.local_heads, self._num_head_parts
+        if shards == 1:  # known beforehand, and folded where it is used
+            return numbers.start, np.array(numbers), None
+        begins = [shard * self.num_kv_heads // shards for shard in range(shards)]
+        counts = [min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins]
+        most = max(counts)
+        first = jnp.clip(numbers.start - self.first_head, 0, local - most)
+        head = self.first_head + first + jnp.arange(most, dtype=jnp.int32)
+        is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
+        return first, head, is_member
+
+    def noise(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> Noise | None:
+        """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads."""
+        if seed is None or not self.weighting.dropout_rate:
+            return None
+        batch = jnp.zeros((), jnp.int32)
+        for dimension, size in enumerate(batch_shape):
+            axes = self.placement.batch[dimension] if self.placement.batch else ()
+            index = jnp.arange(size, dtype=jnp.int32) + (jax.lax.axis_index(axes) * size if axes else 0)
+            batch = batch[..., None] * (size * jax.lax.axis_size(axes)) + index
+        head = self._head_part * num_heads + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
+        noise = Noise(seed, batch.reshape(-1), head)
+        return noise._replace(batch=batch.reshape(-1) * 0, head=head * 0) if self.broadcast_dropout else noise
+
+    @staticmethod
+    def implementation(branch: BranchSchedule) -> Implementation:
+        """Returns what computes a branch."""
+        return IMPLEMENTATIONS[branch.implementation]
+
+    def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
+        """Moves every shard's arrays by `hops` shards along its ring."""
+        return self._permute(arrays, branch.permutation(hops))
+
+    def hop(self, branch: BranchSchedule, arrays: Any, hops: int) -> Any:
+        """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
+        return self._permute(arrays, branch.hop(hops))
+
+    def hop_rows(self, branch: BranchSchedule, rows: tuple[Array, ...], hops: int) -> Moved:
+        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
+        return pack(lambda packed: self.hop(branch, packed, hops), rows)
+
+    def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
+        return jax.lax.ppermute(arrays, self.placement.axis_name, self.exchange.pairs(permutation))
+
+    def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
+        """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
+        return self._sort(branch, self._give(branch, tiles)) if branch.is_balanced else tiles
+
+    def swap_back(self, branch: BranchSchedule, tiles: Any) -> Any:
+        """Undoes `swap`."""
+        return self._give(branch, self._sort(branch, tiles)) if branch.is_balanced else tiles
+
+    def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
+        permutation, axis = branch.swap_permutation(), self.implementation(branch).slots_axis
+
+        def give(array: Array) -> Array:
+            own, given = self._halves(branch, array)
+            taken = self._permute(given, permutation)
+            if branch.sorts_halves:  # which makes one array of both anyway
+                return jax.lax.concatenate([own, taken], axis)
+            return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
+
+        return jax.tree.map(give, tiles)
+
+    def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
+        if not branch.sorts_halves:
+            return tiles
+        is_late, axis = branch.is_late(self.exchange.shard), self.implementation(branch).slots_axis
+        flip = lambda array: jax.lax.concatenate(self._halves(branch, array)[::-1], axis)
+        return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
+
+    def _halves(self, branch: BranchSchedule, array: Array) -> Sequence[Array]:
+        axis = self.implementation(branch).slots_axis
+        return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
+
+    def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
+        """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
+        axis, groups = self.implementation(branch).slots_axis, branch.keys.num_tile_groups
+        gathered = self._collect(functools.partial(jax.lax.all_gather, axis=axis), branch, tiles)
+        return jax.tree.map(lambda array: _swap_parts(array, axis, branch.gather_size, groups), gathered)
+
+    def scatter(self, branch: BranchSchedule, tiles: Any) -> Any:
+        """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
+        axis, groups = self.implementation(branch).slots_axis, branch.keys.num_tile_groups
+        by_shards = jax.tree.map(lambda array: _swap_parts(array, axis, groups, branch.gather_size), tiles)
+        return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), branch, by_shards)
+
+    def _collect(self, collective: Any, branch: BranchSchedule, tiles: Any) -> Any:
+        if branch.gather_size == 1:
+            return tiles
+        collect = functools.partial(
+            collective,
+            axis_name=self.placement.axis_name,
+            axis_index_groups=self.exchange.groups(branch.gather_groups),
+            tiled=True,
+        )
+        return jax.tree.map(collect, tiles)
+
+
+def _swap_parts(array: Array, axis: int, outer: int, inner: int) -> Array:
+    """Changes the order of an axis from [outer, inner, rest] to [inner, outer, rest]."""
+    if 1 in (outer, inner):
+        return array
+    parts = array.reshape(*array.shape[:axis], outer, inner, -1, *array.shape[axis + 1 :])
+    return jnp.swapaxes(parts, axis, axis + 1).reshape(array.shape)

@@ -1,0 +1,102 @@
+"""The differentiation rule around all shards, outside shard_map."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from ringjax._definition.promotion import with_own_promotion
+from ringjax._ring.device import Backward, Context, device_backward, device_forward
+from ringjax._ring.plan import Plan
+
+
+# The rule stands outside shard_map: its residuals are the arguments and the results, sharded as the caller has them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def ring_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    context: Context,
+    plan: Plan,
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+    """Computes the output and the lse of attention over all shards, as the plan says."""
+    return _map(device_forward, "qkk" + Context.KINDS, "qq", (query, key, value, *context), plan)
+
+
+def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
+    """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
+
+    With a dropout seed, or with an offset for each instance, it is an ordinary vmap instead.
+    """
+
+    def run(plan: Plan, *arrays: Array | None) -> Any:
+        mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
+        if plan.elsewhere is None:
+            return mapped(*arrays)
+        elsewhere = functools.partial(run, dataclasses.replace(plan, branches=plan.elsewhere, elsewhere=None))
+        names = (plan.implementation(branch).platform for branch in plan.branches)
+        ways = {name: mapped for name in names if name is not None}
+        return jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
+
+    folded = jax.custom_batching.custom_vmap(functools.partial(run, plan))
+
+    @folded.def_vmap
+    def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
+        context, has_batch = (Context(*given[-len(Context._fields) :]) for given in (arrays, is_batched))
+        if context.seed is not None or has_batch.query_offset:
+            axes = jax.tree.map(lambda has: 0 if has else None, tuple(is_batched))
+            results = jax.vmap(functools.partial(run, plan), axes)(*arrays)
+        else:
+            whole = tuple(map(functools.partial(_spread, size), inputs, arrays, is_batched))
+            results = _map(function, inputs, outputs, whole, plan.with_batch())
+        return results, jax.tree.map(lambda _: True, results)
+
+    return folded(*arrays)
+
+
+def _spread(size: int, kind: str, array: Array | None, has_batch: Any) -> Array | None:
+    """Gives an array the batch dimension of a vmap, where it is not the same for all."""
+    if array is None or has_batch or kind == "r":
+        return array
+    return jnp.broadcast_to(array, (size, *array.shape))
+
+
+def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Plan) -> tuple[Any, Any]:
+    arrays = query.value, key.value, value.value
+    context = jax.tree.map(lambda array: array.value, context, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    # Named, so that rematerialisation can keep them: then its second forward does not go around the ring.
+    results: Any = ring_attention(*arrays, context, plan)
+    out, lse = map(checkpoint_name, results, ("ringjax_out", "ringjax_lse"))
+    return (out, lse), (*arrays, context, out, lse)
+
+
+@with_own_promotion
+def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    query, key, value, context, out, lse = residuals
+    # A result that nobody used has a symbol for its cotangent.
+    out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
+    return *_backward(Backward(query, key, value, out, lse, out_grad, lse_grad), context, plan), None
+
+
+ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=True)
+
+
+# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _backward(given: Backward, context: Context, plan: Plan) -> tuple[Array, Array, Array]:
+    return _map(device_backward, Backward.KINDS + Context.KINDS, "qkk", (*given, *context), plan)
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "ring_dilated_attention has no second derivative: differentiate dilated_attention_reference instead"
+    )
+
+
+_backward.defvjp(_no_second_derivative, _no_second_derivative)

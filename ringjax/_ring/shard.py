@@ -1,0 +1,124 @@
+"""What one shard computes: the results of all branches of which the same tokens are exchanged, forward and backward.
+
+B batch, n tokens of the shard, K its key/value heads, G query heads of each, side by side: all that is of queries is
+[B, n, K, G * width].
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ringjax._meeting.block import merge
+from ringjax._meeting.meeting import Noise
+from ringjax._meeting.rows import Combine, put
+from ringjax._ring import gather, ring
+from ringjax._ring.addition import Addition, Total, add_branches
+from ringjax._ring.layout import Layout, Operand, Task, operand_of_keys
+from ringjax._ring.plan import Plan
+
+# What meets where in a branch: a module of two functions, `forward` and `backward` of one task.
+WAYS: dict[str, Any] = {"ring": ring, "all_gather": gather}
+
+
+class Shard(NamedTuple):
+    """What a shard computes with: its tokens, their documents and what dropout is drawn from.
+
+    `queries` has the queries and what belongs to them, of `groups` heads for each key/value head side by side, `keys`
+    the keys and values.
+    """
+
+    queries: tuple[Array, ...]
+    keys: tuple[Array, ...]
+    documents: tuple[Array | None, ...]
+    noise: Noise | None
+    groups: int
+
+    @property
+    def arrays(self) -> Any:
+        """The arrays of tokens."""
+        return self.queries, self.keys, self.documents
+
+
+def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bool) -> Total:
+    """Returns the output and the lse of all branches in a part, by heads side by side.
+
+    Sums are of this dtype; where the part `is_alone`, nothing is added to them.
+    """
+    (query,), (_, value), groups = shard.queries, shard.keys, shard.groups
+    is_last = is_alone and len(part.branches) == 1
+
+    def attend(layout: Layout, arrays: Any, earlier: Any) -> Any:
+        (query,), (key, value), documents = arrays
+        queries = Operand(layout, (query,), documents[0], lambda query: query, groups)
+        keys = operand_of_keys(layout, key, value, documents[1])
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last)
+        out, lse = layout.implementation.finish(WAYS[task.branch.strategy].forward(task))
+        out, lse = part.swap_back(task.branch, (*task.narrow([out], [query]), lse))
+        return out, lse[..., None]
+
+    def merge_one(layout: Layout, total: Any, results: Any) -> Any:
+        before = tuple(layout.take(array, groups) for array in total)
+        return tuple(map(layout.put, total, merge_many([before, results])))
+
+    def put_first(layout: Layout, total: Any, results: Any) -> Any:
+        return tuple(map(layout.put, total, results))
+
+    def merge_many(parts: list[Any]) -> Any:
+        out, lse = merge([out for out, _ in parts], [lse[..., 0] for _, lse in parts])
+        return out, lse[..., None]
+
+    zeros = lambda width: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], groups * width))
+    total = zeros(value.shape[-1]), zeros(1) - jnp.inf
+    dtypes = query.dtype if is_last else dtype, total[1].dtype
+    addition = Addition((0.0, -jnp.inf), (groups, groups), dtypes, merge_one, put_first, merge_many)
+    return add_branches(attend, addition, shard.arrays, total, part, earlier)
+
+
+def add_gradients(
+    part: Plan, shard: Shard, of_names: dict[str, slice], zero: Array, earlier: Any, is_final: Sequence[bool]
+) -> Any:
+    """Returns the gradients of all branches in a part, by heads side by side.
+
+    They are of the dtype of `zero`. To those of queries, keys and values that are `is_final`, nothing is added.
+    """
+    groups, arrays = shard.groups, (shard.queries[0], *shard.keys)
+    is_last = [len(part.branches) == 1 and is_one for is_one in is_final]
+
+    def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
+        (query, *of_queries), (key, value), documents = arrays
+        tokens = query, *[query, *of_queries][of_names[layout.rows.schedule.implementation]]
+        queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
+        keys = operand_of_keys(layout, key, value, documents[1])
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])
+        addends = WAYS[task.branch.strategy].backward(task)
+        if addends.query is None:
+            return addends
+        query_grad = addends.query.astype(query.dtype) if is_last[0] else addends.query
+        return addends._replace(query=part.swap_back(task.branch, query_grad))
+
+    def add_one(layout: Layout, total: Any, addends: Any, combine: Combine = put) -> Any:
+        *tiles, parts = addends
+        layouts, grads = (layout, layout.of_keys(), layout.of_keys()), list(total)
+        for number, (one, addend) in enumerate(zip(layouts, tiles, strict=True)):
+            if addend is not None:
+                grads[number] = one.put(grads[number], addend, combine)
+        for number, some, rows in parts:
+            grads[number] = some.put_rows(grads[number], rows, jnp.add)
+        return tuple(grads)
+
+    def add_many(parts: list[Any]) -> Any:
+        return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), parts)
+
+    total = tuple(jnp.zeros_like(array, zero.dtype) + zero for array in arrays)
+    dtypes = tuple(array.dtype if is_one else zero.dtype for array, is_one in zip(arrays, is_last, strict=True))
+    add_to = functools.partial(add_one, combine=jnp.add)
+    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), dtypes, add_to, add_one, add_many)
+    return add_branches(differentiate, addition, shard.arrays, total, part, earlier)
+
+
+def _noise_of(layout: Layout, noise: Noise | None) -> Noise | None:
+    return noise if noise is None else noise._replace(head=layout.rows.heads.of_heads(noise.head))

@@ -1,0 +1,284 @@
+"""What a call costs each device: the messages that it sends, the pairs that it computes; integers alone.
+
+B batch, N query heads of a device, K key/value heads, H and V the widths.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.side import Side
+
+Direction = Literal["forward", "backward"]
+
+
+class RowBytes(NamedTuple):
+    """The bytes of one slot on one shard, over batch and heads, of what the backward reads and adds up."""
+
+    queries: int  # with all that belongs to them: cotangents, lse, ...
+    keys: int  # and values
+    query_grad: int
+    keys_grad: int
+
+
+def queries_travel(branch: BranchSchedule, row: RowBytes) -> bool:
+    """Returns whether the backward sends queries on their ways, being lighter than keys and values with gradients."""
+    queries = _num_rows(branch.query_legs, branch.queries) * (row.queries + row.query_grad)
+    return queries < _num_rows(branch.key_legs, branch.keys) * (row.keys + row.keys_grad)
+
+
+def _num_rows(legs: Iterable[Leg], side: Side) -> int:
+    return sum(leg.num_rows(side) for leg in legs)
+
+
+class Message(NamedTuple):
+    """What every device sends to others, so many `times`: `num_bytes` in one collective.
+
+    It reaches devices up to `distance` further. What `is_hidden` has computation beside it that does not need it.
+    """
+
+    direction: Direction
+    collective: Literal["permute", "all_to_all", "all_gather", "reduce_scatter"]
+    num_bytes: int
+    distance: int
+    times: int = 1
+    is_hidden: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a call asks for, beside its schedule: sizes on one device, before it exchanges tokens for heads.
+
+    Args:
+      pattern: the pattern.
+      num_kv_heads: the key/value heads of all devices.
+      batch, num_heads, width, value_width: what a device has of B, N, H and V.
+      itemsize, sum_itemsize: the bytes of a number of the arrays, and of sums.
+      head_parts: the devices that heads are cut over, beside those of the sequence.
+      document_itemsize: the bytes of the number of a document, 0 without documents.
+      needs_lse: whether anything but the sum of branches asks for the lse, which may then have a gradient.
+    """
+
+    pattern: DilatedPattern
+    num_kv_heads: int
+    batch: int
+    num_heads: int
+    width: int
+    value_width: int
+    itemsize: int
+    sum_itemsize: int = 4
+    head_parts: int = 1
+    document_itemsize: int = 0
+    needs_lse: bool = False
+
+    @property
+    def has_one_branch(self) -> bool:
+        """Whether nothing is added to the results of a branch."""
+        return len(self.pattern.branches) == 1
+
+    def local_heads(self, exchange_size: int) -> int:
+        """Returns the key/value heads that the queries of a device use."""
+        return max(1, self.num_kv_heads // (self.head_parts * exchange_size))
+
+    def repeats_heads(self, exchange_size: int) -> bool:
+        """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
+        return exchange_size * self.local_heads(exchange_size) != self.local_heads(1)
+
+    def heads_of(self, branch: BranchSchedule) -> tuple[int, int]:
+        """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
+        local, numbers = self.local_heads(branch.exchange_size), self._numbers(branch)
+        parts = self.head_parts * branch.exchange_size
+        begins = {part * self.num_kv_heads // parts for part in range(parts)}
+        most = max(min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins)
+        return self.num_heads // branch.exchange_size // local * most, most
+
+    def num_classes(self, branch: BranchSchedule) -> int:
+        """Returns how many classes of heads there are, whose rows are not the same."""
+        branches, heads = [(branch.number, branch.branch), *branch.earlier], np.asarray(self._numbers(branch))
+        offset = lambda number, one: self.pattern.offset(heads, one.offset_rate, self.num_kv_heads, number)
+        return np.unique(np.stack([offset(*one) for one in branches]), axis=1).shape[1]
+
+    def _numbers(self, branch: BranchSchedule) -> range:
+        return self.pattern.heads_of(branch.number, self.num_kv_heads)
+
+    def documents(self, branch: BranchSchedule) -> int:
+        """Returns the bytes of the documents of a slot."""
+        return self.batch * self.num_classes(branch) * self.document_itemsize if self.document_itemsize else 0
+
+    def query_row(self, branch: BranchSchedule) -> int:
+        """Returns the bytes of a slot's queries."""
+        return self.batch * self.heads_of(branch)[0] * self.width * self.itemsize + self.documents(branch)
+
+    def keys_row(self, branch: BranchSchedule) -> int:
+        """Returns the bytes of a slot's keys and values."""
+        of_head = (self.width + self.value_width) * self.itemsize
+        return self.batch * self.heads_of(branch)[1] * of_head + self.documents(branch)
+
+    def row_bytes(self, branch: BranchSchedule) -> RowBytes:
+        """Returns the bytes of a slot in the backward."""
+        heads, kv_heads = self.heads_of(branch)
+        return RowBytes(
+            queries=self.query_row(branch) + self.batch * heads * self._of_queries(branch),
+            keys=self.keys_row(branch),
+            query_grad=self.batch * heads * self.width * self.sum_itemsize,
+            keys_grad=self.batch * kv_heads * (self.width + self.value_width) * self.sum_itemsize,
+        )
+
+    def _of_queries(self, branch: BranchSchedule) -> int:
+        """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
+        if branch.traits.takes_output:
+            return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
+        return self.value_width * self.itemsize + 2 * self.sum_itemsize
+
+    def of_queries(self, branches: Iterable[BranchSchedule]) -> int:
+        """Returns the same for several branches, each of whose implementations has its own."""
+        return sum({branch.implementation: self._of_queries(branch) for branch in branches}.values())
+
+
+def messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+    """Returns what each device sends in all branches."""
+    of_branches = [branch_messages(work, branch, has_gradient) for branch in branches]
+    return sum(of_branches, exchange_messages(work, branches, has_gradient))
+
+
+def branch_messages(work: Work, branch: BranchSchedule, has_gradient: bool) -> list[Message]:
+    """Returns what each device sends in one branch, beside what is exchanged."""
+    of_strategy = _of_gather if branch.strategy == "all_gather" else _of_ring
+    return [message for message in of_strategy(work, branch, has_gradient) if message.num_bytes]
+
+
+def _of_ring(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+    """What goes round or along: keys, and where they are the lighter side queries, with gradients."""
+    yield from _swaps(work, branch, has_gradient, with_keys=True)
+    yield from _ways("forward", branch, branch.key_legs, branch.keys, work.keys_row(branch))
+    if has_gradient:
+        row = work.row_bytes(branch)
+        do_queries = queries_travel(branch, row)
+        legs, side = (branch.query_legs, branch.queries) if do_queries else (branch.key_legs, branch.keys)
+        arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
+        yield from _ways("backward", branch, legs, side, arrays)
+        yield from _ways("backward", branch, legs, side, grad)
+
+
+def _ways(direction: Direction, branch: BranchSchedule, legs: Iterable[Leg], side: Side, row: int) -> Iterator[Message]:
+    of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
+    for leg in legs:
+        yield of_devices(row * side.num_slots * (leg.rotations > 0), branch.exchange_size, leg.rotations)
+        yield of_devices(row * leg.halo_rows(side), branch.exchange_size * abs(leg.halo_hops))
+
+
+def _of_gather(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+    """Keys that come at once, again for the gradient, and gradients that are summed where the keys are."""
+    yield from _swaps(work, branch, has_gradient, with_keys=False)
+    size = branch.gather_size
+    of_others = branch.keys.num_slots * (size - 1)
+    directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
+    for direction in directions:
+        yield Message(direction, "all_gather", work.keys_row(branch) * of_others, size * branch.exchange_size)
+    if has_gradient:
+        keys_grad = work.row_bytes(branch).keys_grad
+        yield Message("backward", "reduce_scatter", keys_grad * of_others, size * branch.exchange_size)
+
+
+def _swaps(work: Work, branch: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
+    """The halves that balanced shards give each other, and what returns."""
+    if not branch.is_balanced:
+        return
+    heads, _ = work.heads_of(branch)
+    result = work.itemsize if work.has_one_branch else work.sum_itemsize
+    has_all_tokens = branch.branch.keeps_all or branch.exchanges_rows
+    is_put = has_all_tokens and not branch.traits.are_added_at_once
+    is_total = work.has_one_branch and is_put and heads == work.num_heads // branch.exchange_size
+    is_packed = branch.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
+    has_lse = has_gradient or work.needs_lse or not is_total or is_packed
+    swap = functools.partial(_swap, branch)
+    # Documents, which are the same for queries and keys, are swapped once.
+    documents = work.documents(branch)
+    keys = with_keys * (work.keys_row(branch) - documents)
+    yield swap("forward", work.query_row(branch) + keys)
+    yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
+    if has_gradient:
+        row = work.row_bytes(branch)
+        of_keys = work.sum_itemsize if work.repeats_heads(branch.exchange_size) else result
+        grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
+        yield swap("backward", row.queries - documents + keys)
+        yield swap("backward", grads // work.sum_itemsize)
+
+
+def _swap(branch: BranchSchedule, direction: Direction, row: int) -> Message:
+    distance = branch.exchange_size * (branch.ring_size - 1)
+    return Message(direction, "permute", row * (branch.queries.num_slots // 2), distance)
+
+
+def exchange_messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+    """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
+    parts: dict[tuple[int, int | None], list[BranchSchedule]] = {}
+    for branch in branches:
+        if branch.exchange_size > 1:
+            parts.setdefault((branch.exchange_size, branch.number if branch.exchanges_rows else None), []).append(
+                branch
+            )
+    found: list[Message] = []
+    for some in parts.values():
+        found += _of_exchange(work, some, has_gradient, is_alone=len(some) == len(work.pattern.branches))
+    return [message for message in found if message.num_bytes]
+
+
+def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool, is_alone: bool) -> Iterator[Message]:
+    size, one = branches[0].exchange_size, branches[0].of_devices()
+    tokens = one.queries.shard_length, one.keys.shard_length
+    queries, keys = (one.queries.num_rows, one.keys.num_rows) if branches[0].exchanges_rows else tokens
+    heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
+    item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
+    result, grad = (item if is_alone and is_last else sums for is_last in (True, not work.repeats_heads(size)))
+    # The output and the lse go in one message where they are of one dtype.
+    has_lse = has_gradient or work.needs_lse or not is_alone or result == sums
+
+    def exchange(direction: Direction, of_query: int, of_key: int = 0) -> Message:
+        num_bytes = work.batch * (queries * heads * of_query + keys * kv_heads * of_key)
+        return Message(direction, "all_to_all", num_bytes // size * (size - 1), size)
+
+    yield exchange("forward", work.width * item, kv_width * item)
+    yield exchange("forward", work.value_width * result + has_lse * sums)
+    directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
+    for direction in directions:
+        yield Message(direction, "all_gather", work.batch * sum(tokens) * work.document_itemsize * (size - 1), size)
+    if has_gradient:
+        yield exchange("backward", work.width * item + work.of_queries(branches), kv_width * item)
+        yield exchange("backward", work.width * result, kv_width * grad)
+
+
+_MOST_QUERIES = 2**16
+
+
+@functools.lru_cache(maxsize=1024)
+def num_pairs(work: Work, branch: BranchSchedule) -> int:
+    """Returns how many pairs of a query head's queries and keys the busiest device computes in a branch, on average.
+
+    Of shards with very many tokens that is what evenly spaced ones of them have, times their number.
+    """
+    side = branch.queries
+    if branch.is_balanced:  # a triangle of all rows of the ring, in equal parts
+        rows = side.num_rows * branch.ring_size
+        return rows * (rows + 1) // (2 * branch.ring_size)
+    heads = np.asarray(work.pattern.heads_of(branch.number, work.num_kv_heads))
+    offset = work.pattern.offset(heads, branch.branch.offset_rate, work.num_kv_heads, branch.number)
+    offsets, counts = np.unique(offset, return_counts=True)
+    length = side.shard_length
+    step = max(1, length // _MOST_QUERIES) | 1  # odd: not in step with rates
+    local = np.arange(0, length, step)
+    found = []
+    for shard in {0, side.num_shards // 2, max(0, side.num_shards - 2), side.num_shards - 1}:
+        token = side.first(shard) + local
+        token = token[token < side.stop]
+        count = lambda offset, token=token: branch.branch.count(
+            token, 0, branch.keys.length, offset, branch.keys.length, branch.is_causal
+        )
+        sums = [count(int(offset)).sum(dtype=np.int64) for offset in offsets]
+        found.append(np.average(sums, weights=counts) * length / max(1, len(local)))
+    return int(max(found))

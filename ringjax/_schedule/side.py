@@ -1,0 +1,220 @@
+"""One side of a branch, its queries or its keys: from a shard's tokens to slots, and from slots to tiles, in integers.
+
+Like the kinds of branches, these are arithmetic operators only: for Python, NumPy and traced JAX integers.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from ringjax._definition.branch import Branch, remainder
+
+# The most pairs of a chunk's start and an offset for which rows are counted one by one; a bound serves for more.
+_MOST_STARTS = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The rows of a branch on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
+
+    Tokens are named by their positions, from `first_token` on. Where the side `is_moving`, that is known only when the
+    program runs, see `at`. Of each shard, these are the rows among its `span` tokens from number `begin` on.
+
+    These tokens are cut into chunks, each of which attends to itself and, on other shards, to chunks of its number:
+    into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"residues"`, tokens a rate apart. A
+    chunk has `num_rows` slots for the rows that a head keeps; a slot without a row is masked. The slots of a chunk are
+    computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.
+    """
+
+    branch: Branch
+    length: int
+    shard_length: int
+    num_shards: int
+    max_block_rows: int
+    first_token: Any = 0
+    is_moving: bool = False
+    begin: int = 0
+    span: int = 0
+    chunks: Literal["whole", "segments", "residues"] = "whole"
+    halves: int = 1
+    of_tile: int | None = None  # the chunks of a tile, where they have to be as many as in other tiles of the shard
+
+    def at(self, first_token: Any) -> "Side":
+        """Returns the side with this first token, a traced one too: no shape depends on it where it `is_moving`."""
+        return dataclasses.replace(self, first_token=first_token) if self.is_moving else self
+
+    def part(self, begin: int, span: int) -> "Side":
+        """Returns the rows among some of each shard's tokens, whose tiles meet those of all."""
+        return dataclasses.replace(self, begin=begin, span=span, of_tile=self.chunks_per_tile)
+
+    def in_two_parts(self) -> tuple["Side", ...]:
+        """Returns the rows among the first and the last half of each shard's tokens."""
+        unit = self.step if self.chunks == "residues" else 1
+        half = self.span // (2 * unit) * unit
+        return tuple(self.part(begin, span) for begin, span in ((0, half), (half, self.span - half)) if span)
+
+    # Tokens.
+
+    def first(self, shard: Any, chunk: Any = 0) -> Any:
+        """Returns the position at which a shard's chunk begins."""
+        return self.first_token + (shard * self.shard_length + (self.begin + chunk * self._chunk_distance))
+
+    @property
+    def stop(self) -> Any:
+        """The position after the last token."""
+        return self.first_token + self.length
+
+    def is_kept(self, token: Any, offset: Any) -> Any:
+        """Returns whether a head of this offset keeps the token."""
+        return self.branch.keeps(token, offset) & (token < self.stop)
+
+    # Chunks and slots.
+
+    @property
+    def chunk_length(self) -> int:
+        """The number of tokens from a chunk's first to its end."""
+        return min(self.branch.period or self.span, self.span) if self.chunks == "segments" else self.span
+
+    @property
+    def _chunk_distance(self) -> int:
+        return 1 if self.chunks == "residues" else self.chunk_length
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of a shard."""
+        return self.branch.modulus if self.chunks == "residues" else -(-self.span // self.chunk_length)
+
+    @property
+    def step(self) -> int:
+        """The distance of the rows of a chunk that is strided, in tokens."""
+        return self.branch.modulus if self.chunks == "residues" else self.branch.offset_rate
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """The number of slots of a chunk: the most rows that any head keeps of any chunk."""
+        if self.chunks == "residues":
+            return self.span // self.step
+        period, rate = self.branch.period or 1, self.branch.offset_rate
+        # From one period to the next all is the same; all chunks begin as segments do where these are their segments.
+        num_starts = 1 if self.chunks == "segments" else math.lcm(period, self.shard_length) // self.shard_length
+        num_starts = min(num_starts, self.num_shards)
+        if self.is_moving or rate == 1 or num_starts * rate > _MOST_STARTS:
+            return self.branch.most_kept(self.chunk_length)
+        start, offset = self.first(np.arange(num_starts))[:, None], np.arange(rate)
+        return int((self.branch.rank(start + self.chunk_length, offset) - self.branch.rank(start, offset)).max())
+
+    def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the token in a slot of a shard's chunk, and whether there is one."""
+        start = self.first(shard, chunk)
+        if self.is_strided:
+            token = start + offset + slot * self.step
+        else:
+            token = self.branch.token(self.branch.rank(start, offset) + slot, offset)
+        return token, (token < start + self.chunk_length) & (token < self.stop)
+
+    def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the chunk and the slot of a kept token of the shard."""
+        local = token - self.first(shard)
+        if self.chunks == "residues":
+            return remainder(local, self.step), local // self.step
+        chunk = local // self.chunk_length
+        return chunk, self.branch.rank(token, offset) - self.branch.rank(self.first(shard, chunk), offset)
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether every head keeps one token, its offset, of each `step` tokens of a chunk, and no other."""
+        if self.chunks == "residues":
+            return True
+        is_cut_evenly = self.num_chunks * self.chunk_length == self.span
+        if self.step == 1 or not is_cut_evenly:
+            return is_cut_evenly
+        is_aligned = self.chunk_length % self.step == 0 and (self.first_token + self.begin) % self.step == 0
+        return not self.is_moving and is_aligned and (self.chunks == "segments" or self.is_in_one_segment)
+
+    @property
+    def is_in_one_segment(self) -> bool:
+        """Whether each shard lies in one period of the branch."""
+        if self.is_moving or self.branch.period is None:
+            return False
+        is_filled = not self.first_token and self.branch.period % self.shard_length == 0
+        return is_filled or self.branch.period >= self.first_token + self.num_shards * self.shard_length
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot of every shard holds a row."""
+        has_all = (
+            self.num_shards * self.shard_length == self.length and self.num_chunks * self.num_rows == self.num_slots
+        )
+        return has_all and self.is_strided
+
+    # Tiles.
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of a chunk."""
+        return self.halves * -(-self.num_rows // (self.halves * self.max_block_rows))
+
+    @property
+    def block_rows(self) -> int:
+        """The number of slots of a block."""
+        return -(-self.num_rows // self.num_blocks)
+
+    @functools.cached_property
+    def chunks_per_tile(self) -> int:
+        """The number of chunks that one tile computes side by side.
+
+        A divisor of the number of chunks, if there is one that fills half of a tile; else the last tile is not full.
+        """
+        if self.of_tile is not None:
+            return self.of_tile
+        most = min(max(1, self.max_block_rows // self.block_rows), self.num_chunks)
+        divisor = _greatest_divisor(self.num_chunks, most)
+        num_tiles = -(-self.num_chunks // most)
+        return divisor if 2 * divisor >= most else -(-self.num_chunks // num_tiles)
+
+    @property
+    def num_full_chunks(self) -> int:
+        """The number of chunks that full tiles have: those beyond the chunks of a shard hold no rows."""
+        return -(-self.num_chunks // self.chunks_per_tile) * self.chunks_per_tile
+
+    @property
+    def num_tiles(self) -> int:
+        """The number of tiles of a shard."""
+        return self.num_full_chunks // self.chunks_per_tile * self.num_blocks
+
+    @property
+    def num_tile_groups(self) -> int:
+        """The number of groups of tiles that have nothing to do with each other: those of the same chunks."""
+        return self.num_tiles // self.num_blocks
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots of a shard."""
+        return self.num_tiles * self.chunks_per_tile * self.block_rows
+
+    @property
+    def num_groups(self) -> int:
+        """The number of equal parts of a shard that have nothing to do with each other: the chunks of one tile each."""
+        is_cut = self.chunks == "segments" and self.num_full_chunks * self.chunk_length == self.span
+        return self.num_chunks // self.chunks_per_tile if is_cut else 1
+
+    def of_devices(self, exchange_size: int) -> "Side":
+        """Returns the side on which each of the devices of a shard has one, whole."""
+        length, count = self.shard_length // exchange_size, self.num_shards * exchange_size
+        return dataclasses.replace(
+            self, shard_length=length, span=length, num_shards=count, chunks="whole", halves=1, of_tile=None
+        )
+
+    def of_group(self) -> "Side":
+        """Returns the side on which each group of each shard is a shard of its own."""
+        length = self.shard_length // self.num_groups
+        return dataclasses.replace(self, shard_length=length, span=length, num_shards=self.num_shards * self.num_groups)
+
+
+def _greatest_divisor(number: int, most: int) -> int:
+    """Returns the greatest divisor of a number that is at most so much."""
+    pairs = ((count, number // count) for count in range(1, math.isqrt(number) + 1) if number % count == 0)
+    return max(divisor for pair in pairs for divisor in pair if divisor <= most)
