@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
 from ringjax._definition.branch import Segments, Window
-from ringjax._definition.pattern import DilatedPattern, ReachWarning
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._definition.reach_warning import ReachWarning
 from ringjax._definition.reference import dilated_attention_reference
 from ringjax._mesh.device_order import make_mesh
 from ringjax._mesh.padding import pad_to_mesh, unpad

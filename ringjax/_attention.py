@@ -22,8 +22,9 @@ from ringjax._definition.arguments import (
     read_seed,
 )
 from ringjax._definition.branch import Branch
-from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern, warn_of_reach
+from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
+from ringjax._definition.reach_warning import warn_of_reach
 from ringjax._definition.sinks import add_sinks, read_sinks
 from ringjax._forecast.call import make_call, record
 from ringjax._forecast.forecast import schedules_of

@@ -39,6 +39,7 @@ MODULES = [
     "_mesh.unused",
     "_mesh.padding",
     "_definition.pattern",
+    "_definition.reach_warning",
     "_planner.planner",
     "_definition.reference",
     "_weights",

@@ -10,6 +10,7 @@ import pytest
 
 from ringjax import DilatedPattern, ReachWarning, Segments, Window, ring_dilated_attention
 from ringjax._definition.pattern import read_pattern
+from ringjax._definition.reach_warning import warn_of_reach
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
 
@@ -163,6 +164,18 @@ def test_reach_counts_pairs(heads, offsets, is_causal):
     np.testing.assert_allclose(reach.num_keys, count.sum(axis=2).mean(axis=1))
     np.testing.assert_allclose(reach.beyond, is_beyond.mean(axis=1))
     assert reach.in_any_head == is_beyond.any(axis=0).mean()
+
+
+def test_reach_of_very_long_sequences():
+    """Branches that span more than what is counted still lie beyond each other."""
+    pattern = DilatedPattern.of_lengths((65536, 131072, 262144, 524288, 2**20), (1, 2, 4, 8, 16))
+    reach = pattern.reach(2**20, 16)
+    assert reach.in_any_head == 1
+    np.testing.assert_allclose(reach.beyond, 1 / 2, atol=1e-3)  # the tokens that the second branch keeps
+    np.testing.assert_allclose(reach.num_keys, 65536 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16), rtol=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReachWarning)
+        warn_of_reach(pattern, 2**20, 16)
 
 
 def test_patterns_that_do_not_reach_warn_once():

@@ -19,6 +19,7 @@ from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window,
 from ringjax._forecast.machine import MACHINES, machine_of
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
+from ringjax._planner.planner import mebibytes
 from ringjax._schedule.cost import messages
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
@@ -225,7 +226,9 @@ def test_the_command_says_what_is_wrong(arguments, words, capsys):
     ("platform", "kind", "name"),
     [
         ("tpu", "TPU v5 lite", "v5e"),
+        ("tpu", "TPU v5e", "v5e"),
         ("tpu", "TPU v5", "v5p"),
+        ("tpu", "TPU v5p", "v5p"),
         ("tpu", "TPU v6 lite", "v6e"),
         ("tpu", "TPU v7", "v5e"),
         ("gpu", "NVIDIA H200", "H200"),
@@ -250,6 +253,36 @@ def test_measured_figures_serve(tmp_path, monkeypatch):
     comparison = plan(LONGNET, num_tokens=32768, num_heads=8, dtype="float32", device=str(path))
     assert comparison.machine.rate(4) > 1e8
     assert comparison.best.seconds > 0
+
+
+def test_why_nothing_preferred_serves():
+    """Also where heads that run other branches are on other devices, which is so with some strategies alone."""
+    grouped = DilatedPattern([Segments(4096), Segments(32768)], heads="grouped")
+    comparison = plan(grouped, num_tokens=32768, num_heads=8, mesh={"seq": 4, "tensor": 2})
+    for one in comparison.implementations:
+        assert one["implementation"] == "xla"
+        assert "not cudnn: no fused kernel knows heads='grouped' over several devices" in one["why"]
+
+
+def test_large_numbers_are_written_out():
+    assert [mebibytes(size * 2**20) for size in (0.5, 999.96, 12345.6, 7)] == [
+        "0.5 MiB",
+        "1000 MiB",
+        "12,346 MiB",
+        "7 MiB",
+    ]
+
+
+def test_memory_of_branches_that_are_the_same():
+    """These are computed once; those of other heads, or of pairs that others do not have, are not."""
+
+    def held(*lengths, **more):
+        pattern = DilatedPattern([*map(Segments, lengths)], **more)
+        return plan(pattern, num_tokens=32768, num_heads=8).forecasts[0].memory
+
+    assert held(4096, 4096) == held(4096) < held(4096, 2048)
+    for more in ({"heads": "grouped"}, {"merge": "union"}):
+        assert held(4096, 4096, **more) == held(4096, 2048, **more)
 
 
 def test_explaining_a_call():

@@ -14,11 +14,18 @@ from ringjax._definition.counts import is_integer
 
 # Positions are numbers of int32.
 MAX_POSITIONS = 2**31 - 1
+_MOST_COUNTED = 2**16
 
 
 def remainder(number: Any, divisor: Any) -> Any:
     """Returns what is left of a number that is not negative; jax's own operator is a dozen operations."""
     return number - number // divisor * divisor
+
+
+def spaced_tokens(length: int) -> np.ndarray:
+    """Returns the tokens of a sequence; of a very long one, evenly spaced ones, enough to tell what a token has."""
+    step = max(1, length // _MOST_COUNTED) | 1  # odd: not in step with rates
+    return np.arange(0, length, step)
 
 
 @dataclasses.dataclass(frozen=True)

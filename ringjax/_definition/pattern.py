@@ -1,17 +1,14 @@
 """The dilated pattern: which pairs of tokens attend to each other, and how often, in integers alone."""
 
 import dataclasses
-import functools
-import importlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ringjax._definition.branch import Branch, Segments
+from ringjax._definition.branch import Branch, Segments, spaced_tokens
 from ringjax._definition.counts import check_count, is_integer
-from ringjax._definition.warning import warn
 
 Offsets = Literal["interleaved", "blocked", "branch"]
 Merge = Literal["lse", "union"]
@@ -148,7 +145,8 @@ class DilatedPattern:
     def reach(self, length: int, num_kv_heads: int, is_causal: bool = False) -> Reach:
         """Returns how far the queries of a sequence of `length` tokens see in each of the key/value heads.
 
-        A head keeps one token of each `rate`: with rates above the number of heads, most tokens are kept by none.
+        A head keeps one token of each `rate`: with rates above the number of heads, most tokens are kept by none. Of
+        more than 2^17 queries, evenly spaced ones are counted.
 
         Raises:
           ValueError: for a number below 1.
@@ -159,8 +157,8 @@ class DilatedPattern:
         """
         check_count("length", length)
         check_count("num_kv_heads", num_kv_heads)
-        query = np.arange(length)
-        beyond, num_keys = np.zeros((2, num_kv_heads, length))
+        query = spaced_tokens(length)
+        beyond, num_keys = np.zeros((2, num_kv_heads, len(query)))
         first, last = min(self.branches, key=lambda branch: branch.extent).seen(query)
         for number, branch in enumerate(self.branches):
             for head in self.heads_of(number, num_kv_heads):
@@ -230,46 +228,9 @@ class DilatedPattern:
                 check_count(name, number)
         if not (is_integer(head) and 0 <= head < num_kv_heads):
             raise ValueError(f"head={head!r} must be one of the num_kv_heads={num_kv_heads} heads, from 0 on")
-        # Matplotlib is an extra: nothing else needs the module that does.
-        pictures = importlib.import_module("ringjax._planner.pictures")
-        return pictures.plot_pattern(self, length, num_kv_heads, head, is_causal, num_devices)
+        from ringjax._planner.pictures import plot_pattern  # noqa: PLC0415 - which needs matplotlib, an extra
 
-
-class ReachWarning(UserWarning):
-    """Most queries of a pattern see nothing beyond their smallest branch.
-
-    To stop instead of training such a pattern, make the warning an error. :meth:`DilatedPattern.reach` says the share.
-
-    Example:
-      >>> import warnings
-      >>> warnings.simplefilter("error", ReachWarning)  # for the rest of the program
-      >>> query = jnp.ones((1, 64, 2, 8))
-      >>> pattern = Segments(4), Segments(64, rate=8)  # 2 heads keep 2 tokens of 8
-      >>> ringjax.ring_dilated_attention(query, query, query, pattern=pattern)  # doctest: +ELLIPSIS
-      Traceback (most recent call last):
-        ...
-      ringjax._definition.pattern.ReachWarning: 25% of the queries see beyond their smallest branch, of 4 tokens, ...
-    """
-
-
-@functools.lru_cache(maxsize=256)
-def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> None:
-    """Warns, once for each pattern, where fewer than half of the queries see beyond their smallest branch."""
-    extents = {min(branch.extent, length) for branch in pattern.branches}
-    if len(extents) == 1:  # there is nothing beyond
-        return
-    share = pattern.reach(min(length, MOST_OF_REACH), num_kv_heads).in_any_head
-    if share < 0.5:
-        warn(
-            f"{share:.0%} of the queries see beyond their smallest branch, of {min(extents)} tokens, in any of the "
-            f"{num_kv_heads} key/value heads: a head keeps one token of each rate, so use rates up to the number of "
-            "heads, or more heads",
-            ReachWarning,
-        )
-
-
-# Enough tokens to tell how far a pattern reaches.
-MOST_OF_REACH = 2**16
+        return plot_pattern(self, length, num_kv_heads, head, is_causal, num_devices)
 
 
 def read_pattern(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringjax._definition.pattern import DilatedPattern
-from ringjax._kernels.implementation import implement, obstacle
+from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._meeting.block import accumulation_dtype
 from ringjax._meeting.protocol import Request
 from ringjax._schedule.cost import Work
@@ -91,6 +91,10 @@ class Call:
     def obstacle(self, branches: tuple[BranchSchedule, ...]) -> str | None:
         """Returns why what computes cannot serve such schedules, None where it can."""
         return obstacle(branches, self.implementation, self._request_for(branches))
+
+    def obstacles(self, branches: tuple[BranchSchedule, ...], branch: BranchSchedule) -> list[tuple[str, str]]:
+        """Returns, where callers name none, the implementations preferred to what serves one of them, and why not."""
+        return [] if self.implementation is not None else obstacles(branch, self._request_for(branches))
 
     def _request_for(self, branches: tuple[BranchSchedule, ...]) -> Request:
         are_heads_cut = self.work.head_parts > 1 or any(branch.exchange_size > 1 for branch in branches)

@@ -103,7 +103,8 @@ MACHINES = {
         Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
     )
 }
-_KINDS = {"v6": "v6e", "lite": "v5e", "v5p": "v5p", "v5": "v5p", **{name.lower(): name for name in MACHINES}}
+# What is in the kinds of devices, as jax says these: their names, or what the first of these that fits stands for.
+_KINDS = {**{name.lower(): name for name in MACHINES}, "v6": "v6e", "lite": "v5e", "v5": "v5p"}
 
 
 def find_machine(device: str | Machine) -> Machine:

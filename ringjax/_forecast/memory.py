@@ -5,6 +5,7 @@ they chose in some 500 random programs for H100s and a v5e; `benchmarks.plan_mem
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from ringjax._schedule.cost import RowBytes, Work, queries_travel
@@ -29,14 +30,21 @@ def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) 
     query, out, of_keys = _numbers(work, branches)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
     padded, is_tpu, of_branches = _padded(work, lanes), lanes > 1, {}
-    for branch in branches:  # one that is twice the same is computed once
+    for branch in branches:
         kept = _Kept(padded, branch, is_tpu, has_gradient)
-        of_branches[branch.branch] = kept.bytes, _share(branch, is_tpu)
+        of_branches[_pairs_of(work, branch)] = kept.bytes, _share(branch, is_tpu)
     (most, _), *others = sorted(of_branches.values(), reverse=True)
     beside = most + sum(share * num_bytes for num_bytes, share in others)
     given = (arguments + results) * work.itemsize
     is_small = is_tpu and given + beside < _VECTOR_MEMORY
     return given + round(beside * (_IN_BOTH if is_small else 1))
+
+
+def _pairs_of(work: Work, branch: BranchSchedule) -> Hashable:
+    """What says which pairs a branch has: those of two branches that are the same are computed once."""
+    heads = work.pattern.heads_of(branch.number, work.num_kv_heads)
+    offset = work.pattern.offset(heads.start, branch.branch.offset_rate, work.num_kv_heads, branch.number)
+    return branch.branch, heads, offset, branch.earlier
 
 
 def _padded(work: Work, lanes: int) -> Work:

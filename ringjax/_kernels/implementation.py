@@ -50,6 +50,17 @@ def obstacle(branches: tuple[BranchSchedule, ...], name: str | None, request: Re
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def obstacles(branch: BranchSchedule, request: Request) -> list[tuple[str, str]]:
+    """Returns the names of those that are preferred to what serves a branch, each with why it does not."""
+    found = []
+    for own in PREFERENCE:
+        reason = IMPLEMENTATIONS[own].obstacle(request, _prepare(request, branch, own))
+        if reason is None:
+            break
+        found.append((NAME_OF[own], reason))
+    return found
+
+
 def _choose(branch: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
     """Returns the branch with its implementation, and why that cannot serve if none can."""
     prepared, reason = branch, None

@@ -1,11 +1,10 @@
 """Warns of a mesh whose devices all compute the same."""
 
-import functools
 import math
 
 from jaxtyping import Array
 
-from ringjax._definition.warning import warn
+from ringjax._definition.warning import once, warn
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement
 
@@ -48,7 +47,7 @@ def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
         warn_of_idle(idle, (like_sequence or idle)[-1], source, axis_name)
 
 
-@functools.lru_cache(maxsize=64)
+@once
 def warn_of_idle(idle: tuple[str, ...], likely: str, source: str, axis_name: str) -> None:
     """Warns of axes that nothing is cut over, the likely one of which is that of the sequence."""
     warn(
@@ -65,7 +64,7 @@ def warn_of_length(placement: Placement, length: int) -> None:
         warn_of_whole(placement.axis_name, shards)
 
 
-@functools.lru_cache(maxsize=64)
+@once
 def warn_of_whole(axis_name: str, shards: int) -> None:
     """Warns of results that are not sharded."""
     warn(

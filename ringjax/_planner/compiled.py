@@ -15,7 +15,7 @@ from ringjax._forecast.forecast import Forecast
 from ringjax._mesh.device_order import make_mesh
 from ringjax._mesh.mesh import lowered_platform
 from ringjax._planner.hlo import bytes_sent
-from ringjax._planner.planner import Comparison
+from ringjax._planner.planner import Comparison, mebibytes
 
 # The boxes of chips that there are, by their number.
 _BOXES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -74,7 +74,6 @@ def compile_forecast(comparison: Comparison, one: Forecast, target: str | None =
 
 def print_compiled(comparison: Comparison, target: str | None = None) -> None:
     """Prints, for each strategy, what was stated beside what was compiled."""
-    mebibytes = lambda number: f"{number / 2**20:,.4g} MiB"
     lines: list[tuple[str, ...]] = [("strategy", "stated to be sent", "compiled", "stated to be held", "compiled")]
     for one in comparison.forecasts:
         found = compile_forecast(comparison, one, target)

@@ -10,12 +10,11 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._definition.pattern import warn_of_reach
+from ringjax._definition.warning import forget
 from ringjax._forecast.call import Call, recording
 from ringjax._forecast.forecast import forecast, schedules_of
 from ringjax._forecast.machine import Machine, find_machine, machine_of
 from ringjax._mesh.placement import Placement
-from ringjax._mesh.unused import warn_of_idle, warn_of_whole
 from ringjax._planner.planner import Comparison, compare
 
 _NUMBERS = itertools.count()
@@ -88,9 +87,9 @@ def explain(
     own = set_xla_metadata(explanation=str(next(_NUMBERS)))
     with recording() as calls, warnings.catch_warnings(record=True) as caught, own:
         warnings.simplefilter("always")
-        _forget_warnings()
+        forget()  # what is warned of once: here it is warned of again, and to who calls after this
         jax.eval_shape(call, *arrays)
-        _forget_warnings()
+        forget()
     if not calls:
         raise ValueError(f"function={function!r} makes no call of ringjax.ring_dilated_attention: nothing to explain")
     found: dict[Any, list[Any]] = {}
@@ -103,13 +102,6 @@ def explain(
     counted = zip(compared, map(len, found.values()), strict=True)
     texts = dict.fromkeys(str(warning.message) for warning in caught)
     return Explanation(tuple(counted), tuple(places), tuple(texts))
-
-
-def _forget_warnings() -> None:
-    """Lets warnings that are given once be given again: here, and to who calls after this."""
-    warn_of_reach.cache_clear()
-    warn_of_idle.cache_clear()
-    warn_of_whole.cache_clear()
 
 
 def _key(call: Call) -> tuple[Any, ...]:

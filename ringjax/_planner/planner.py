@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,11 @@ import numpy as np
 from ringjax._definition.arguments import DTYPES, check_choices
 from ringjax._definition.branch import MAX_POSITIONS, Branch
 from ringjax._definition.counts import check_count, is_integer
-from ringjax._definition.pattern import MOST_OF_REACH, DilatedPattern, Reach, read_pattern
+from ringjax._definition.pattern import DilatedPattern, Reach, read_pattern
 from ringjax._forecast.call import Call, make_call
 from ringjax._forecast.forecast import Forecast, all_forecasts, choose
 from ringjax._forecast.machine import Machine, find_machine
-from ringjax._kernels.implementation import IMPLEMENTATIONS, NAME_OF, NAMES, PREFERENCE
+from ringjax._kernels.implementation import NAME_OF, NAMES
 from ringjax._meeting.protocol import Request
 from ringjax._schedule.strategy import STRATEGIES, check_exchange_size
 
@@ -81,22 +80,17 @@ class Comparison:
     def implementations(self) -> list[dict[str, str]]:
         """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
         found = []
-        for branch in self.best.branches:
-            reasons = []
-            tried = PREFERENCE if self.call.implementation is None else ()
-            for own in itertools.takewhile(lambda own, branch=branch: own != branch.implementation, tried):
-                implementation, request = IMPLEMENTATIONS[own], self.call.request
-                reason = implementation.obstacle(request, implementation.prepare(request, branch))
-                reasons.append(f"not {NAME_OF[own]}: {reason}")
+        for schedule, branch in zip(self.best.schedules, self.best.branches, strict=True):
+            obstacles = self.call.obstacles(self.best.schedules, schedule)
+            why = "; ".join(f"not {name}: {reason}" for name, reason in obstacles)
             name = NAME_OF[branch.implementation]
-            found.append({"branch": str(branch.branch), "implementation": name, "why": "; ".join(reasons)})
+            found.append({"branch": str(branch.branch), "implementation": name, "why": why})
         return found
 
     @functools.cached_property
     def reach(self) -> Reach:
         """How many queries see beyond their smallest branch."""
-        length = min(self.call.num_queries, MOST_OF_REACH)
-        return self.call.pattern.reach(length, self.call.work.num_kv_heads, self.call.is_causal)
+        return self.call.pattern.reach(self.call.num_queries, self.call.work.num_kv_heads, self.call.is_causal)
 
     @property
     def recommendation(self) -> str:
@@ -356,5 +350,11 @@ def _cell(key: str, value: Any) -> str:
     if key.startswith("seconds"):
         return _time(value) if value else "-"
     if key.startswith("bytes"):
-        return f"{value / 2**20:,.4g} MiB" if value else "-"
+        return mebibytes(value) if value else "-"
     return str(value)
+
+
+def mebibytes(num_bytes: int) -> str:
+    """Returns a number of bytes in MiB, as a text of four digits at least."""
+    number = num_bytes / 2**20
+    return f"{number:,.0f} MiB" if number >= 1000 else f"{number:.4g} MiB"

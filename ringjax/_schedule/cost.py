@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ringjax._definition.branch import spaced_tokens
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
@@ -253,9 +254,6 @@ def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool,
         yield exchange("backward", work.width * result, kv_width * grad)
 
 
-_MOST_QUERIES = 2**16
-
-
 @functools.lru_cache(maxsize=1024)
 def num_pairs(work: Work, branch: BranchSchedule) -> int:
     """Returns how many pairs of a query head's queries and keys the busiest device computes in a branch, on average.
@@ -270,8 +268,7 @@ def num_pairs(work: Work, branch: BranchSchedule) -> int:
     offset = work.pattern.offset(heads, branch.branch.offset_rate, work.num_kv_heads, branch.number)
     offsets, counts = np.unique(offset, return_counts=True)
     length = side.shard_length
-    step = max(1, length // _MOST_QUERIES) | 1  # odd: not in step with rates
-    local = np.arange(0, length, step)
+    local = spaced_tokens(length)
     found = []
     for shard in {0, side.num_shards // 2, max(0, side.num_shards - 2), side.num_shards - 1}:
         token = side.first(shard) + local
