@@ -33,9 +33,10 @@ from benchmarks.deviceless import CONTROL, DOCUMENTS, find_libraries, try_progra
 from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
-from ringjax import DilatedPattern, Segments, make_mesh, ring_dilated_attention
+from ringjax import DilatedPattern, Segments, make_mesh, plan, ring_dilated_attention
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
+from ringjax._planner.compiled import compile_forecast
 from ringjax._planner.hlo import bytes_sent
 from ringjax._schedule.cost import Work, messages
 from ringjax._schedule.schedule import make_schedule
@@ -50,6 +51,29 @@ NOT_OVERLAPPING = {
     "8 H100s": (("xla_gpu_enable_latency_hiding_scheduler", False),),
     "v5e:2x4": (("xla_enable_async_collective_permute", "false"),),
 }
+
+
+def test_kernels_for_tpus_are_compiled_under_x64():
+    """Where integers are of 64 bits by default, those of kernels, which know none of these, are of 32."""
+    mesh = make_mesh((1,), ("seq",), (AxisType.Auto,), devices=devices("v5e", "2x4")[:1])
+    array = jax.ShapeDtypeStruct((1, 3072, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
+    more = {"is_causal": True, "dropout_rate": 0.1, "dropout_seed": 3, "implementation": "mosaic", "mesh": mesh}
+    attend = functools.partial(ring_dilated_attention, pattern=[Segments(1536), Segments(3072, 2)], **more)
+    results = jax.jit(lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0]))
+    assert jax.config.jax_enable_x64
+    text = results.lower(array, array, array).compile().as_text()
+    assert len({*re.findall(r"%(ringjax_\w+)", text)}) >= 3  # forward, and the two of the gradient
+
+
+@pytest.mark.parametrize(("device", "chips"), [("v5e", 1), ("v5p", 8)])
+def test_plans_are_compiled_for_the_boxes_that_there_are(device, chips):
+    """One chip has a host of its own, and a v5p's boxes have three dimensions."""
+    pattern, sizes = [Segments(1024), Segments(4096, 2)], {"num_tokens": 4096, "num_heads": 2}
+    comparison = plan(pattern, **sizes, device=device, mesh=chips, has_gradient=False)
+    ring = comparison.forecasts[0]
+    compiled = compile_forecast(comparison, ring)
+    assert compiled.sent == ring.num_bytes("forward")
+    assert compiled.memory > 0
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -8,7 +8,6 @@ from typing import Any
 
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import implement, obstacle, obstacles
-from ringjax._meeting.block import accumulation_dtype
 from ringjax._meeting.protocol import Request
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import MAX_BLOCK_ROWS, BranchSchedule, make_schedule
@@ -145,7 +144,7 @@ def make_call(
         width=query.shape[-1],
         value_width=value.shape[-1],
         itemsize=query.dtype.itemsize,
-        sum_itemsize=accumulation_dtype(query, key, value).itemsize,
+        sum_itemsize=max(4, *(array.dtype.itemsize for array in (query, key, value))),
         head_parts=query.shape[-2] // num_heads,
         document_itemsize=document_itemsize,
         needs_lse=request.needs_lse,

@@ -77,7 +77,8 @@ def launch(call: KernelCall) -> list[Array]:
         named = {"name": f"ringjax_{call.name}", "interpret": call.interpret, "compiler_params": parameters}
         named |= {"input_output_aliases": aliases, "cost_estimate": call.cost(arrays)}
         kernel = pl.pallas_call(body, grid_spec=spec, out_shape=shapes, **named)
-        return list(kernel(steps.tiles, steps.notes, *arrays))
+        with jax.enable_x64(False):  # kernels know no int64
+            return list(kernel(steps.tiles, steps.notes, *arrays))
 
     return call.take_back(_in_bands(run, call.visits, leaves, outs, sizes))
 

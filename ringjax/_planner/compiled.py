@@ -17,8 +17,9 @@ from ringjax._mesh.mesh import lowered_platform
 from ringjax._planner.hlo import bytes_sent
 from ringjax._planner.planner import Comparison, mebibytes
 
-# The boxes of chips that there are, by their number.
-_BOXES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+# The boxes of chips that there are, by their number: flat, and of the v5p in three dimensions.
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_DEEP = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 
 
 class Compiled(NamedTuple):
@@ -67,7 +68,8 @@ def compile_forecast(comparison: Comparison, one: Forecast, target: str | None =
         attend = functools.partial(ring_dilated_attention, document_ids=documents, **options)
         return jax.vjp(attend, *arrays[:3])[1](arrays[3]) if comparison.has_gradient else attend(*arrays[:3])
 
-    compiled = jax.jit(run, out_shardings=sharding).lower(shapes, documents).compile()
+    with jax.enable_x64(dtype.itemsize == 8):
+        compiled = jax.jit(run, out_shardings=sharding).lower(shapes, documents).compile()
     memory = compiled.memory_analysis()
     return Compiled(sum(bytes_sent(str(compiled.as_text())).values()), int(getattr(memory, "peak_memory_in_bytes", 0)))
 
@@ -92,8 +94,10 @@ def _devices(platform: str, name: str, count: int, node_size: int, target: str |
     if lowered_platform(found[0].platform) == platform and len(found) >= count:
         return found[:count]
     size = min(node_size, count)
-    if platform == "tpu" and count in _BOXES:
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{_BOXES[count]}").devices
+    boxes = _DEEP if name == "v5p" else _FLAT
+    if platform == "tpu" and count in boxes:
+        host = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{boxes[count]}", **host).devices
     if platform == "cuda" and target is not None and count % size == 0:
         topology = topologies.get_topology_desc(
             platform="cuda",
@@ -104,5 +108,5 @@ def _devices(platform: str, name: str, count: int, node_size: int, target: str |
         return topology.devices
     raise ValueError(
         f"device={name!r}: {count} of them are not there to compile for; for TPUs install jax[tpu] and take one of "
-        f"{', '.join(map(str, _BOXES))} chips, for GPUs install jax's CUDA plugin and give --target-config"
+        f"{', '.join(map(str, boxes))} chips, for GPUs install jax's CUDA plugin and give --target-config"
     )
