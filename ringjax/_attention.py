@@ -227,7 +227,7 @@ def ring_dilated_attention(
     known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
     check_positions(placement.length(query), placement.length(key), known_offset)
     moving_offset = jnp.asarray(query_offset) if isinstance(query_offset, jax.Array | np.ndarray) else None
-    warn_of_reach(pattern, placement.length(query), key.shape[-2])
+    warn_of_reach(pattern, placement.length(query), key.shape[-2], bool(is_causal))
     features = {
         "document_ids": document_ids is not None,
         "logits_soft_cap": logits_soft_cap is not None,

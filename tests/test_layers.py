@@ -24,7 +24,7 @@ FOLDERS = {
             "arguments": {"branch", "counts", "dropout"},
             # A reference must not share bugs: it sees the pattern, what is dropped, and what is refused.
             "reference": {"arguments", "branch", "dropout", "pattern", "promotion"},
-            "reach_warning": {"pattern", "warning"},
+            "reach_warning": {"branch", "pattern", "warning"},
         },
     ),
     "_schedule": (

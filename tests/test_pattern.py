@@ -11,6 +11,7 @@ import pytest
 from ringjax import DilatedPattern, ReachWarning, Segments, Window, ring_dilated_attention
 from ringjax._definition.pattern import read_pattern
 from ringjax._definition.reach_warning import warn_of_reach
+from ringjax._definition.warning import forget
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
 
@@ -175,7 +176,28 @@ def test_reach_of_very_long_sequences():
     np.testing.assert_allclose(reach.num_keys, 65536 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16), rtol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReachWarning)
-        warn_of_reach(pattern, 2**20, 16)
+        warn_of_reach(pattern, 2**20, 16, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length", "heads", "is_causal", "warns"),
+    [
+        ([Window(1024), Segments(32768)], 1200, 8, True, False),  # the sequence ends soon
+        ([Window(1024), Segments(32768, 8)], 1300, 8, True, False),
+        ([Segments(2048), Segments(8192, 4), Segments(32768, 16)], 2049, 16, False, False),
+        ([Segments(2048), Segments(8192, 4), Segments(32768, 16)], 32768, 2, True, True),
+        ([Segments(2048), Segments(8192, 4), Segments(32768, 16)], 32768, 2, False, False),  # just half
+        ([Segments(256), Segments(4096, 16)], 4096, 4, True, True),
+        ([Segments(64), Segments(64, 2)], 256, 2, True, False),  # nothing is beyond
+    ],
+)
+def test_what_could_be_seen_is_what_counts(pattern, length, heads, is_causal, warns):
+    forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for more in (0, 1):  # once, whatever the length
+            warn_of_reach(DilatedPattern(pattern), length + more, heads, is_causal)
+    assert len(caught) == warns
 
 
 def test_patterns_that_do_not_reach_warn_once():

@@ -1,11 +1,16 @@
 """Warns of a pattern whose queries see little."""
 
+import functools
+
+import numpy as np
+
+from ringjax._definition.branch import MAX_POSITIONS, spaced_tokens
 from ringjax._definition.pattern import DilatedPattern
-from ringjax._definition.warning import once, warn
+from ringjax._definition.warning import warn_once
 
 
 class ReachWarning(UserWarning):
-    """Most queries of a pattern see nothing beyond their smallest branch.
+    """Of the queries that could see beyond their smallest branch, most see nothing there.
 
     To stop instead of training such a pattern, make the warning an error. :meth:`DilatedPattern.reach` says the share.
 
@@ -22,17 +27,32 @@ class ReachWarning(UserWarning):
     """
 
 
-@once
-def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int) -> None:
-    """Warns, once for each pattern, where fewer than half of the queries see beyond their smallest branch."""
-    extents = {min(branch.extent, length) for branch in pattern.branches}
-    if len(extents) == 1:  # there is nothing beyond
+def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> None:
+    """Warns, once for each pattern, where fewer queries than half of those that could see beyond their smallest branch.
+
+    Those could that would with rates of 1. They are counted in a sequence as long as the longest branch at least: one
+    that ends soon, or is short for once, says nothing of its pattern.
+    """
+    extents = [min(branch.extent, MAX_POSITIONS) for branch in pattern.branches]
+    smallest, longest = min(extents), max(extents)
+    if not smallest < min(length, longest):
         return
-    share = pattern.reach(length, num_kv_heads).in_any_head
-    if share < 0.5:
-        warn(
-            f"{share:.0%} of the queries see beyond their smallest branch, of {min(extents)} tokens, in any of the "
-            f"{num_kv_heads} key/value heads: a head keeps one token of each rate, so use rates up to the number of "
-            "heads, or more heads",
+    share, most = _shares(pattern, max(length, longest), num_kv_heads, is_causal)
+    if share < most / 2:
+        warn_once(
+            (pattern, num_kv_heads),
+            f"{share:.0%} of the queries see beyond their smallest branch, of {smallest} tokens, in any of the "
+            f"{num_kv_heads} key/value heads, where {most:.0%} would with rates of 1: a head keeps one token of each "
+            "rate, so use rates up to the number of heads, or more heads",
             ReachWarning,
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _shares(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> tuple[float, float]:
+    """Returns the share of queries that see beyond their smallest branch, and of those that would with rates of 1."""
+    query = spaced_tokens(length)
+    seen = lambda branch: [np.clip(position, 0, length - 1) for position in branch.seen(query, is_causal)]
+    first, last = seen(min(pattern.branches, key=lambda branch: branch.extent))
+    beyond = [(start < first) | (stop > last) for start, stop in map(seen, pattern.branches)]
+    return pattern.reach(length, num_kv_heads, is_causal).in_any_head, float(np.any(beyond, axis=0).mean())

@@ -1,12 +1,8 @@
 """Warnings that show the line of the caller's own code, however deep in libraries the call is."""
 
-import functools
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-F = TypeVar("F", bound=Callable[..., Any])
+from collections.abc import Hashable
 
 # Those that may call ours in the caller's place.
 _LIBRARIES = frozenset({"ringjax", "flax", "jax", "jaxtyping"})
@@ -20,20 +16,19 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-_ONCE: list[Any] = []
+_GIVEN: set[Hashable] = set()
 
 
-def once(function: F) -> F:
-    """Makes a function that may warn run once for each set of arguments."""
-    cached = functools.lru_cache(maxsize=256)(function)
-    _ONCE.append(cached)
-    return cached  # pyright: ignore[reportReturnType]
+def warn_once(about: Hashable, message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns, if it has not warned of this before."""
+    if (about, category) not in _GIVEN:
+        warn(message, category)
+        _GIVEN.add((about, category))  # not where the warning is an error: that is raised each time
 
 
 def forget() -> None:
     """Lets what was warned of once be warned of again."""
-    for cached in _ONCE:
-        cached.cache_clear()
+    _GIVEN.clear()
 
 
 def _package(names: dict[str, object]) -> str:

@@ -3,6 +3,7 @@
 The public function differentiates with an lse of its own; the rings need the backward of some keys with the lse of all.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ringjax._definition.warning import once, warn
+from ringjax._definition.warning import warn
 from ringjax._kernels.fused import FusedQueries
 from ringjax._kernels.pieces import Pairs
 from ringjax._kernels.spans import Span
@@ -37,7 +38,7 @@ _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
 _MOST_NUMBERS = 2**31 - 1  # of an array with spans, whose places in memory are 32-bit integers
 
 
-@once
+@functools.cache
 def _missing() -> str | None:
     """Returns what jax or the machine lack of what is used here, with one warning."""
     missing = _find_missing(_jax) or (_find_lacking(_jax) if jax.default_backend() == "gpu" else None)

@@ -4,7 +4,7 @@ import math
 
 from jaxtyping import Array
 
-from ringjax._definition.warning import once, warn
+from ringjax._definition.warning import warn_once
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement
 
@@ -44,31 +44,23 @@ def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
     # Auto axes may cut batches and heads, unseen: as many as there are of both.
     is_too_many = math.prod(known) < math.prod(mesh.shape[name] for name in idle)
     if idle and (like_sequence or is_too_many):
-        warn_of_idle(idle, (like_sequence or idle)[-1], source, axis_name)
-
-
-@once
-def warn_of_idle(idle: tuple[str, ...], likely: str, source: str, axis_name: str) -> None:
-    """Warns of axes that nothing is cut over, the likely one of which is that of the sequence."""
-    warn(
-        f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
-        f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={likely!r}",
-        MeshWarning,
-    )
+        likely = (like_sequence or idle)[-1]
+        warn_once(
+            (idle, source, axis_name),
+            f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
+            f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={likely!r}",
+            MeshWarning,
+        )
 
 
 def warn_of_length(placement: Placement, length: int) -> None:
     """Warns, once, of a length that the mesh does not divide: its results are whole on each device."""
     shards = placement.num_shards
     if placement.axis_name in placement.mapped and length > shards and length % shards:
-        warn_of_whole(placement.axis_name, shards)
-
-
-@once
-def warn_of_whole(axis_name: str, shards: int) -> None:
-    """Warns of results that are not sharded."""
-    warn(
-        f"the {shards} devices of {axis_name!r} do not divide the length of query: the output comes back whole on "
-        "each, which then computes all that follows; pad tokens once, before the model, with ringjax.pad_to_mesh",
-        MeshWarning,
-    )
+        warn_once(
+            (placement.axis_name, shards),
+            f"the {shards} devices of {placement.axis_name!r} do not divide the length of query: the output comes back "
+            "whole on each, which then computes all that follows; pad tokens once, before the model, with "
+            "ringjax.pad_to_mesh",
+            MeshWarning,
+        )
