@@ -153,6 +153,8 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
     load = functools.partial(load_batch, mesh, shape)
     held_out = evaluation_rows(corpus.held_out, shape, arguments.evaluation_batches)
     is_first = jax.process_index() == 0  # this process alone writes metrics; all write checkpoints
+    define_model(arguments)  # nothing is written before all that can be wrong is known
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with open_checkpoints(arguments, corpus) as checkpoints:
         # Before the first step, in which the others wait for this process, as they do not when they end.
         yardsticks = {}
@@ -165,16 +167,17 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
         board = arguments.out / "tensorboard" if arguments.tensorboard else None
         metrics = Metrics(arguments.out / "metrics.csv", checkpoints.step, board) if is_first else None
         steps = range(checkpoints.step, arguments.steps)
+        profiled = profiled_steps(steps) if arguments.profile else steps[:0]
         bar = {"initial": steps.start, "total": steps.stop, "unit": "step", "disable": not is_first}
         for step in (progress := tqdm(steps, desc="compiling", **bar)):
-            if arguments.profile and step == steps.start + 2:  # the first compiles
+            if step in profiled[:1]:
                 jax.profiler.start_trace(arguments.out / "profile")
             begin = time.perf_counter()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 batch = load(training_rows(corpus.train, step, arguments.seed, shape))
                 state, loss, finite = trainer.step(state, *batch)
                 loss = float(loss)
-            if arguments.profile and step == steps.start + 4:
+            if step in profiled[-1:]:
                 jax.profiler.stop_trace()
             speed = math.prod(shape) / (time.perf_counter() - begin)
             if name := first_not_finite(finite):
@@ -234,6 +237,13 @@ def open_checkpoints(arguments: argparse.Namespace, corpus: Corpus | None = None
     return Checkpoints(arguments.out / "checkpoints", configuration, resume, read_only=arguments.sample is not None)
 
 
+def profiled_steps(steps: range) -> range:
+    """Returns the steps to profile: three, or as many as there are, from the third on, as the first compiles."""
+    if len(steps) < 3:
+        raise ValueError(f"--profile is of steps from the third on, and this run has {len(steps)}: give more --steps")
+    return steps[2:5]
+
+
 def restore(checkpoints: Checkpoints, trainer: Trainer) -> State:
     """Returns the state of the checkpoint to resume, on the mesh of the run."""
     return State(**checkpoints.restore(trainer.abstract._asdict()))
@@ -281,12 +291,13 @@ def run(arguments: argparse.Namespace) -> None:
             "--width": (arguments.width, ("fsdp",)),
         },
     )
+    if arguments.profile:
+        profiled_steps(range(arguments.steps))
     arguments.compared = {}  # read before hours of training: a folder without is an error
     if arguments.compare is not None:
         if arguments.compare.resolve() == arguments.out.resolve():
             raise ValueError(f"--compare {arguments.compare} is --out, too: give another run's")
         arguments.compared = {str(arguments.compare): read_positions(arguments.compare)}
-    arguments.out.mkdir(parents=True, exist_ok=True)
     with jax.set_mesh(mesh):
         if arguments.sample is not None:
             print(sample(arguments, mesh).decode(errors="replace"))
@@ -300,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(arguments)
     except (ValueError, OSError, RunError) as error:
-        message = in_options(error, {"num_heads": "--heads", "qkv_features": "--width"})
+        names = ("segment_lengths", "--segment-lengths"), ("dilation_rates", "--dilation-rates")
+        message = in_options(error, {"num_heads": "--heads", "qkv_features": "--width", **dict(names)})
         print(f"train_lm.py: error: {message}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunError) else 2) from error
     except jax.errors.JaxRuntimeError as error:

@@ -137,6 +137,13 @@ class RingDilatedAttention(linen.Module):
     axis_name: str = "seq"
     spec: Any = None
 
+    def __post_init__(self) -> None:
+        # Lists cannot be hashed, which modules must be to be static arguments of jax.jit.
+        for name in ("pattern", "segment_lengths", "dilation_rates"):
+            values = getattr(self, name)
+            setattr(self, name, tuple(values) if isinstance(values, list) else values)
+        super().__post_init__()
+
     @linen.compact
     def __call__(
         self,

@@ -13,6 +13,7 @@ from oracle import make_mesh
 
 import ringjax
 from benchmarks.programs import has_dimension
+from ringjax import Segments
 from ringjax._definition.rotary import rotary_embedding
 
 LENGTH, WIDTH = 16, 24
@@ -350,6 +351,14 @@ def test_the_slot_of_nnx(num_kv_heads):
     )
     nnx.update(theirs, nnx.state(ours, nnx.Param))
     np.testing.assert_array_equal(theirs(inputs()), ours(inputs()))
+
+
+@pytest.mark.parametrize("form", [{"pattern": [Segments(16)]}, {"segment_lengths": [16], "dilation_rates": [1]}])
+def test_linen_modules_are_static_arguments(form):
+    """A list in one hinders neither its hash, nor that two of the same are one."""
+    one, other = (ringjax.linen.RingDilatedAttention(4, **form) for _ in range(2))
+    assert hash(one) == hash(other)
+    assert one == other
 
 
 def test_the_slot_of_linen():

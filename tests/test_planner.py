@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import time
 
 import jax
@@ -102,6 +103,11 @@ def test_figures_in_json():
         ({"features": ["mask"]}, "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate"),
         ({"exchange_size": 5}, "exchange_size=5 does not serve 8 devices"),
         ({"dtype": "float31"}, "dtype='float31' is none that attention takes: use one of float32, bfloat16"),
+        ({"dtype": None}, "dtype=None is none that attention takes"),
+        (
+            {"features": "document_ids"},
+            "features='document_ids' must be a sequence of names, such as ('document_ids',)",
+        ),
         ({"dtype": "int32"}, "dtype='int32' is none that attention takes"),
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' is none that attention takes"),
         ({"implementation": "triton"}, "implementation='triton' is unknown: use one of 'cudnn', 'mosaic', 'xla'"),
@@ -116,6 +122,15 @@ def test_wrong_arguments(arguments, words, unchecked):
     with pytest.raises((TypeError, ValueError), match=".") as caught:
         plan(LONGNET, **{"num_tokens": 32768, "num_heads": 8, **arguments})
     assert words in str(caught.value)
+
+
+def test_sizes_of_numpy_and_float64_without_x64():
+    """Integers of any kind are written to JSON, and sums are as wide as what is summed, whatever jax is set to."""
+    sizes = {"num_tokens": 32768, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "batch_size": 2, "node_size": 4}
+    figures = plan(LONGNET, **sizes, mesh={"seq": 4}, dtype="float64").to_json()
+    own = {name: np.int64(size) for name, size in sizes.items()}
+    with jax.enable_x64(False):
+        assert plan(LONGNET, **own, mesh={"seq": np.int64(4)}, dtype="float64").to_json() == figures
 
 
 def test_axes_in_any_form():
@@ -185,6 +200,22 @@ def test_the_command(capsys, tmp_path):
     assert main(["plan", "--device", str(figures), "--json", "--plot", str(picture), "--tokens", "1024M"]) == 0
     assert json.loads(capsys.readouterr().out)["device"] == "mine"
     assert all(name in picture.read_text() for name in ("all_gather", "tokens", "devices"))
+    for change, words in (
+        ({"link_bandwidth": 0}, "link_bandwidth is 0, which is no positive number"),
+        ({"memory_bandwidth": math.nan}, "memory_bandwidth is nan"),
+        ({"latency": -1}, "latency is -1"),
+        ({"operations": {}}, "operations is empty"),
+        ({"operations": {"2": 0}}, "operations[2] is 0.0"),
+        ({"node_size": "8"}, "node_size is '8'"),
+        ({"node_size": 1.5}, "node_size is 1.5, which is no integer"),
+        ({"platform": "quantum"}, "platforms are cuda, tpu, cpu"),
+    ):
+        figures.write_text(json.dumps({**machine, **change}))
+        assert main(["plan", "--device", str(figures)]) == 2
+        assert f"is no file of figures ({words}" in (error := capsys.readouterr().err) or words in error
+    sizes = "segments:256 --tokens 4096 --heads 8 --exchange-size 4"
+    assert main(["plan", *sizes.split(), "--plot", str(tmp_path / "exchanged.svg")]) == 0
+    capsys.readouterr()
     figures.write_text("{}")
     for wrong, words in (
         ("--device Q100", "--device 'Q100' is unknown"),
@@ -199,6 +230,8 @@ def test_the_command(capsys, tmp_path):
         ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),
         ("--measure /nowhere/x", "--measure /nowhere/x is in no folder that there is"),
         ("--json --compile", "--json prints figures alone: leave it or --compile out"),
+        ("--target-config /nowhere", "--target-config says what --compile compiles for: give both or neither"),
+        ("--mesh seq=8 a-b=0", "--mesh a-b=0 must be a positive integer"),
         ("--compile --target-config /nowhere", "--target-config /nowhere is no file: give one in XLA's text format"),
     ):
         assert main(["plan", *wrong.split()]) == 2

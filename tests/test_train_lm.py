@@ -91,9 +91,13 @@ def refused(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.Trainer", lambda *_: pytest.fail("it went on to compile"))
 
     def run(*options):
+        out = tmp_path / "out"
+        before = sorted(out.rglob("*"))
         with pytest.raises(SystemExit) as ended:
-            train_lm.main([*SMALL.split(), "--data", str(text), "--out", str(tmp_path / "out"), *options])
+            train_lm.main([*SMALL.split(), "--data", str(text), "--out", str(out), *options])
         assert ended.value.code == 2
+        assert sorted(out.rglob("*")) == before
+        assert before or not out.exists()
         return capsys.readouterr().err
 
     return run
@@ -110,7 +114,8 @@ def refused(text, tmp_path, monkeypatch, capsys):
         ("--batch-size 3 --mesh data=2,fsdp=2", "--batch-size 3 does not divide over data x fsdp, 4 devices"),
         ("--heads 3 --width 33 --mesh tensor=2", "--heads 3 does not divide over tensor, 2 devices"),
         ("--heads 3", "--width 32 does not divide over --heads 3"),
-        ("--segment-lengths 32,256", "segment_lengths=(32, 256)"),
+        ("--segment-lengths 32,256", "--segment-lengths (32, 256) and --dilation-rates"),
+        ("--steps 2 --profile", "--profile is of steps from the third on, and this run has 2: give more --steps"),
         ("--ngram-bits 15", "'15' is more than the 14 bits that tokens have"),
         ("--steps 0", "'0' is no positive whole number"),
         ("--seed -1", "'-1' is no whole number from 0 to 2^31 - 1"),

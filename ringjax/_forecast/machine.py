@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,35 @@ def read_machine(path: str) -> Machine:
     try:
         figures: dict[str, Any] = json.loads(Path(path).read_text())
         figures["operations"] = {int(size): float(rate) for size, rate in figures["operations"].items()}
-        return Machine(**figures)
+        machine = Machine(**figures)
+        _check_figures(machine)
+        return machine
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         names = ", ".join(field.name for field in dataclasses.fields(Machine))
         raise ValueError(f"device={path!r} is no file of figures ({error}): give, in JSON, {names}") from None
+
+
+def _check_figures(machine: Machine) -> None:
+    """Checks what a file says of a device.
+
+    Raises:
+      ValueError: for a figure that no device has.
+    """
+    rates = {f"operations[{size}]": rate for size, rate in machine.operations.items()}
+    rates |= {name: getattr(machine, name) for name in ("memory", "memory_bandwidth", "link_bandwidth")}
+    rates |= {name: getattr(machine, name) for name in ("network_bandwidth", "node_size")}
+    if not machine.operations:
+        raise ValueError("operations is empty")
+    for name, rate in {**rates, "latency": machine.latency}.items():
+        is_number = isinstance(rate, int | float) and math.isfinite(rate)
+        if not is_number or rate < 0 or (rate == 0 and name != "latency"):
+            raise ValueError(f"{name} is {rate!r}, which is no positive number")
+    if not isinstance(machine.node_size, int):
+        raise ValueError(f"node_size is {machine.node_size!r}, which is no integer")
+    if not isinstance(machine.name, str) or machine.platform not in ("cuda", "tpu", "cpu"):
+        raise ValueError(
+            f"name and platform are {machine.name!r} and {machine.platform!r}; platforms are cuda, tpu, cpu"
+        )
 
 
 def machine_of(platform: str, kind: str) -> Machine:

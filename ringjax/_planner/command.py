@@ -128,6 +128,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {path} is in no folder that there is: make it")
     if options.plot is not None and Path(options.plot).suffix not in _PICTURES:
         raise ValueError(f"--plot {options.plot} must end in one of {', '.join(_PICTURES)}")
+    if options.target_config is not None and not options.compile:
+        raise ValueError("--target-config says what --compile compiles for: give both or neither")
     if options.target_config is not None and not Path(options.target_config).is_file():
         raise ValueError(f"--target-config {options.target_config} is no file: give one in XLA's text format")
 
@@ -143,7 +145,7 @@ def print_measured(path: str) -> None:
 
 def _in_flags(message: str) -> str:
     """Names the options of the command in place of the arguments of `plan`, such as --batch-size 3 of batch_size=3."""
-    message = re.sub(r"\bmesh\['(\w+)'\]=", r"--mesh \1=", message)
+    message = re.sub(r"\bmesh\['([^']+)'\]=", r"--mesh \1=", message)
     return re.sub(rf"\b({'|'.join(_FLAGS)})=", lambda found: f"{_FLAGS[found[1]]} ", message)
 
 

@@ -95,18 +95,22 @@ def _devices(platform: str, name: str, count: int, node_size: int, target: str |
         return found[:count]
     size = min(node_size, count)
     boxes = _DEEP if name == "v5p" else _FLAT
-    if platform == "tpu" and count in boxes:
-        host = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{boxes[count]}", **host).devices
-    if platform == "cuda" and target is not None and count % size == 0:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name=name.lower(),
-            topology=f"1x{count // size}x{size}",
-            target_config=Path(target).read_text(),
-        )
-        return topology.devices
+    reason = ""
+    try:
+        if platform == "tpu" and count in boxes:
+            host = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
+            return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{boxes[count]}", **host).devices
+        if platform == "cuda" and target is not None and count % size == 0:
+            topology = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=name.lower(),
+                topology=f"1x{count // size}x{size}",
+                target_config=Path(target).read_text(),
+            )
+            return topology.devices
+    except (RuntimeError, UnicodeDecodeError) as error:  # no plugin, or one that cannot read the description
+        reason = f" ({str(error).splitlines()[0]})"
     raise ValueError(
-        f"device={name!r}: {count} of them are not there to compile for; for TPUs install jax[tpu] and take one of "
-        f"{', '.join(map(str, boxes))} chips, for GPUs install jax's CUDA plugin and give --target-config"
+        f"device={name!r}: {count} of them are not there to compile for{reason}; for TPUs install jax[tpu] and take "
+        f"one of {', '.join(map(str, boxes))} chips, for GPUs install jax's CUDA plugin and give --target-config"
     )

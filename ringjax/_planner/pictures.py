@@ -139,9 +139,10 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     plt = _pyplot()
     call = compare().call
     tokens = (call.num_queries * 2**power // 16 for power in range(9))
+    exchange_size = call.exchange_size or 1  # which divides the devices
     sweeps = {
-        "num_devices": ("devices", [2**power for power in range(1, 11)]),
-        "num_tokens": ("tokens", [count for count in tokens if count <= MAX_POSITIONS]),
+        "num_devices": ("devices", [2**power for power in range(1, 11) if 2**power % exchange_size == 0]),
+        "num_tokens": ("tokens", [count for count in tokens if call.num_devices <= count <= MAX_POSITIONS]),
     }
     measures: dict[str, Callable[[Any], float]] = {
         "MiB sent by a device": lambda one: (one.num_bytes("forward") + one.num_bytes("backward")) / 2**20,
@@ -150,14 +151,15 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     }
     figure, axes = plt.subplots(len(measures), 2, figsize=(11, 10), layout="constrained", sharex="col")
     for column, (name, (label, sizes)) in enumerate(sweeps.items()):
-        found = {size: compare(**{name: size}).forecasts for size in sizes if size >= call.num_devices or column == 0}
+        found = {size: compare(**{name: size}).forecasts for size in sizes}
         for index, one in enumerate(next(iter(found.values()))):
             style = {"marker": "osd"[index % 3], "linestyle": ("-", "--", ":")[index % 3], "label": one.strategy}
             for row, measure in enumerate(measures.values()):
                 values = [measure(forecasts[index]) for forecasts in found.values()]
                 axes[row, column].plot(list(found), values, **style)
         for row, unit in enumerate(measures):
-            axes[row, column].set(yscale="log", ylabel=unit)
+            is_positive = any(max(line.get_ydata(), default=0) > 0 for line in axes[row, column].lines)
+            axes[row, column].set(yscale="log" if is_positive else "linear", ylabel=unit)
             axes[row, column].set_xscale("log", base=2)
             axes[row, column].grid(alpha=0.3)
         axes[-1, column].set_xlabel(label)

@@ -255,6 +255,8 @@ def plan(
       'all_to_all'
     """
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, "interleaved", "lse", "all")
+    if isinstance(features, str):
+        raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     check_choices(is_causal, "auto", STRATEGIES, implementation, NAMES)
@@ -265,12 +267,15 @@ def plan(
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
     counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
+    # Of NumPy's integers, which figures in JSON must not be.
+    num_tokens, num_heads, num_kv_heads, batch_size = map(int, (num_tokens, num_heads, num_kv_heads, batch_size))
+    head_dim, value_dim, sizes = int(head_dim), int(value_dim), {name: int(size) for name, size in sizes.items()}
     head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis != axis_name)
     batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
     _check_parts(counts, head_parts, batch_parts, head_axes)
     machine = find_machine(device)
     if node_size is not None:
-        machine = dataclasses.replace(machine, node_size=node_size)
+        machine = dataclasses.replace(machine, node_size=int(node_size))
     dtype = _read_dtype(dtype)
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
     arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
@@ -306,7 +311,7 @@ def _read_mesh(mesh: Any, axis_name: str) -> dict[str, int]:
 
 def _read_dtype(dtype: Any) -> np.dtype:
     try:
-        read = np.dtype(jax.numpy.dtype(dtype))
+        read = np.dtype(bool if dtype is None else jax.numpy.dtype(dtype))
     except TypeError:
         read = np.dtype(bool)
     if read.name not in DTYPES:
