@@ -156,14 +156,22 @@ def test_imports_run_downwards(name):
     folder, _, module = name.rpartition("/")
     folders, modules = FOLDERS[folder]
     names = imports(PACKAGE / f"{name}.py") - {UPWARDS.get(name)}
-    for own in (name.split(".")[1:] for name in names if name.startswith("ringjax")):
-        parts = own if len(own) == 2 else ["", *own]
-        assert parts[1] in modules[module] if parts[0] == folder else (parts[0] or parts[1]) in folders, own
+    own = [name.split(".")[1:] for name in names if name.startswith("ringjax")]
+    own = [parts if len(parts) == 2 else ["", *parts] for parts in own]  # folder, module
+    assert {parts[1] for parts in own if parts[0] == folder} == modules[module]
+    assert {parts[0] or parts[1] for parts in own if parts[0] != folder} <= folders
     foreign = {name.split(".")[0] for name in names} - {"ringjax"}
     if name in WITHOUT_JAX:
         assert "jax" not in foreign
     if name not in WITH_AXES:
         assert not any(name.startswith("jax.sharding") for name in names)
+
+
+def test_folders_import_what_the_table_says():
+    for folder, (folders, modules) in FOLDERS.items():
+        names = set().union(*(imports(PACKAGE / folder / f"{module}.py") for module in modules)) - {*UPWARDS.values()}
+        parts = [name.split(".")[1:] for name in names if name.startswith("ringjax")]
+        assert {part[0] for part in parts} - {folder, *modules} == folders
 
 
 def test_folders_stand_on_folders_below():

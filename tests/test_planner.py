@@ -1,6 +1,7 @@
 """The planner: its bytes are those of compiled programs, its order that of others' measurements."""
 
 import collections
+import dataclasses
 import json
 import math
 import time
@@ -20,7 +21,7 @@ from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window,
 from ringjax._forecast.machine import MACHINES, machine_of
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
-from ringjax._planner.planner import mebibytes
+from ringjax._planner.planner import compare, mebibytes
 from ringjax._schedule.cost import messages
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
@@ -295,6 +296,18 @@ def test_why_nothing_preferred_serves():
     for one in comparison.implementations:
         assert one["implementation"] == "xla"
         assert "not cudnn: no fused kernel knows heads='grouped' over several devices" in one["why"]
+
+
+def test_what_does_not_fit_is_said_and_not_taken():
+    sizes = {"num_heads": 16, "device": "v5e"}
+    gathered = plan([Segments(2**22)], num_tokens=2**22, mesh=64, **sizes)
+    assert gathered.recommendation.endswith(' More than the 16,384 MiB of a device would be held by "all_gather".')
+    slow = dataclasses.replace(gathered.machine, latency=10.0)  # with which the fewest messages are the fastest
+    assert min(compare(gathered.call, slow).forecasts, key=lambda one: one.seconds).strategy == "all_gather"
+    assert compare(gathered.call, slow).best.strategy != "all_gather"
+    none = plan([Segments(2**25)], num_tokens=2**25, mesh=16, **sizes)
+    assert "None fits the 16,384 MiB of a device: take more devices" in none.recommendation
+    assert "MiB" not in plan([Segments(2**18)], num_tokens=2**18, mesh=64, **sizes).recommendation
 
 
 def test_large_numbers_are_written_out():

@@ -109,7 +109,8 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
 def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
     """Returns the forecast of the least time: of one strategy for all branches, or of each branch's best.
 
-    Of equal ones the first counts: the same call is always served the same way.
+    One that holds more than the machine's memory, by count, comes after those that fit. Of equal ones the first counts:
+    the same call is always served the same way.
     """
     candidates = all_forecasts(call, machine, has_gradient)
     if not call.work.has_one_branch:
@@ -117,7 +118,7 @@ def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
         schedules = tuple(branch for branch in best if branch is not None)
         if len(schedules) == len(best):
             candidates.append(forecast(call, "auto", schedules, machine, has_gradient))
-    return min(candidates, key=lambda one: one.seconds)
+    return min(candidates, key=lambda one: (one.memory > machine.memory, one.seconds))
 
 
 def _best_of(call: Call, number: int, machine: Machine, has_gradient: bool) -> BranchSchedule | None:

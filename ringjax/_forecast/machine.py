@@ -63,9 +63,9 @@ class Machine:
         seconds, distance = message.num_bytes / self.link_bandwidth, message.distance
         if not self.is_grid:
             return seconds
-        # On a ring of neighbours every message takes the links in between, in both directions where that is nearer.
+        # On a ring of neighbours every message takes the links in between, the other way round where that is nearer.
         if message.collective == "permute":
-            return seconds * min(distance, max(1, num_devices - distance, num_devices // 2))
+            return seconds * min(distance, max(1, num_devices // 2))
         if message.collective == "all_to_all":
             return seconds / max(1, distance - 1) * max(1.0, distance**2 / 8)
         return seconds / 2

@@ -69,7 +69,7 @@ class Fused(Implementation):
 
     slots_axis = 1
     platform = "cuda"
-    traits = Traits(are_added_at_once=True, takes_output=True, own_dtype=True)
+    traits = Traits(are_added_at_once=True, takes_output=True)
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0

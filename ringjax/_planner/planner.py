@@ -102,7 +102,15 @@ class Comparison:
         over = f"{worst.seconds / self.best.seconds:.2f}"
         compared = f'that of "{worst.strategy}" {over} times as long' if over != "1.00" else "no other is much longer"
         default = ' The default is "ring".' if self.best.strategy != "ring" else ""
-        return f"Take {name}: its bound is {_time(self.best.seconds)}, and {compared}.{default}"
+        return f"Take {name}: its bound is {_time(self.best.seconds)}, and {compared}.{default}{self._what_fits()}"
+
+    def _what_fits(self) -> str:
+        """What does not fit the memory of a device, in a sentence; nothing where all does."""
+        memory = f"the {mebibytes(self.machine.memory)} of a device"
+        if self.best.memory > self.machine.memory:
+            return f" None fits {memory}: take more devices, a smaller batch, or a narrower dtype."
+        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory > self.machine.memory]
+        return f" More than {memory} would be held by {', '.join(too_large)}." if too_large else ""
 
     @property
     def example(self) -> str:

@@ -9,13 +9,11 @@ class Traits(NamedTuple):
     It may be that
     - dense branches `are_added_at_once`, in one pass over tokens, and not one by one to their rows;
     - the backward `takes_output` and its cotangent of each query, and not the cotangent and what both make, delta;
-    - results of rows that do not travel come in the dtype of the arrays, `own_dtype`, and not in that of sums;
     - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices.
     """
 
     are_added_at_once: bool = False
     takes_output: bool = False
-    own_dtype: bool = False
     rows_last: bool = False
 
 
