@@ -82,8 +82,9 @@ FOLDERS = {
         {"_definition", "_schedule", "_mesh", "_meeting", "_kernels"},
         {
             "exchange": set(),
-            "plan": {"exchange"},
-            "layout": {"exchange", "plan"},
+            "ways": {"exchange"},
+            "plan": {"exchange", "ways"},
+            "layout": {"exchange", "plan", "ways"},
             "ring": {"layout"},
             "gather": {"layout", "ring"},
             "addition": {"layout", "plan"},

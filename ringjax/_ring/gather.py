@@ -23,13 +23,13 @@ def backward(task: Task) -> Addends:
     grads = implementation.start_gradients(queries.arrays, keys.arrays)
     grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
-    key_grad, value_grad = plan.scatter(task.branch, tuple(keys_grad))
+    key_grad, value_grad = task.ways.scatter(tuple(keys_grad))
     return Addends(query_grad, key_grad, value_grad)
 
 
 def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
     branch, implementation = task.branch, task.implementation
-    queries, keys = task.take_swapped(task.queries), task.plan.gather(branch, task.take(task.keys))
+    queries, keys = task.take_swapped(task.queries), task.ways.gather(task.take(task.keys))
     rows, size = task.keys.layout.rows, branch.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = implementation.see_queries(task.slots(task.queries, queries), task.noise)

@@ -17,6 +17,7 @@ from ringjax._meeting.rows import Combine, Rows
 from ringjax._mesh.order import after
 from ringjax._ring.exchange import Moved
 from ringjax._ring.plan import Plan
+from ringjax._ring.ways import Ways
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 
@@ -138,6 +139,11 @@ class Task(NamedTuple):
         """What computes the branch."""
         return self.queries.layout.implementation
 
+    @property
+    def ways(self) -> Ways:
+        """How its rows move."""
+        return self.plan.ways(self.branch)
+
     def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
         """Returns results in the dtypes in which they travel."""
         if not self.is_alone:
@@ -150,15 +156,15 @@ class Task(NamedTuple):
 
     def take_swapped(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are computed."""
-        return self.plan.swap(self.branch, self.take(operand))
+        return self.ways.swap(self.take(operand))
 
     def send(self, operand: Operand, leg: Leg) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""
         halo = operand.of_halo(leg)
         rows, documents = after(halo.take_rows(), self.earlier)
-        moved = self.plan.hop_rows(self.branch, rows, leg.halo_hops)
+        moved = self.ways.hop_rows(rows, leg.halo_hops)
         if documents is not None:
-            documents = self.plan.hop(self.branch, documents, leg.halo_hops)
+            documents = self.ways.hop(documents, leg.halo_hops)
         return Halo(halo, moved, documents)
 
     def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:

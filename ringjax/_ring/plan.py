@@ -1,8 +1,7 @@
-"""The plan of one call: its schedules, its shard's place on the mesh, and all ways in which rows move there."""
+"""The plan of one call: its schedules, and its shard's place on the mesh and among heads."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,8 @@ from ringjax._meeting.meeting import Noise
 from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import BranchHeads, Rows, pick
 from ringjax._mesh.placement import Placement
-from ringjax._ring.exchange import Exchange, Moved, pack
+from ringjax._ring.exchange import Exchange
+from ringjax._ring.ways import Ways
 from ringjax._schedule.schedule import BranchSchedule
 
 
@@ -150,79 +150,6 @@ class Plan:
         """Returns what computes a branch."""
         return IMPLEMENTATIONS[branch.implementation]
 
-    def rotate(self, branch: BranchSchedule, arrays: Any, hops: int = 1) -> Any:
-        """Moves every shard's arrays by `hops` shards along its ring."""
-        return self._permute(arrays, branch.permutation(hops))
-
-    def hop(self, branch: BranchSchedule, arrays: Any, hops: int) -> Any:
-        """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
-        return self._permute(arrays, branch.hop(hops))
-
-    def hop_rows(self, branch: BranchSchedule, rows: tuple[Array, ...], hops: int) -> Moved:
-        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
-        return pack(lambda packed: self.hop(branch, packed, hops), rows)
-
-    def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
-        return jax.lax.ppermute(arrays, self.placement.axis_name, self.exchange.pairs(permutation))
-
-    def swap(self, branch: BranchSchedule, tiles: Any) -> Any:
-        """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
-        return self._sort(branch, self._give(branch, tiles)) if branch.is_balanced else tiles
-
-    def swap_back(self, branch: BranchSchedule, tiles: Any) -> Any:
-        """Undoes `swap`."""
-        return self._give(branch, self._sort(branch, tiles)) if branch.is_balanced else tiles
-
-    def _give(self, branch: BranchSchedule, tiles: Any) -> Any:
-        permutation, axis = branch.swap_permutation(), self.implementation(branch).slots_axis
-
-        def give(array: Array) -> Array:
-            own, given = self._halves(branch, array)
-            taken = self._permute(given, permutation)
-            if branch.sorts_halves:  # which makes one array of both anyway
-                return jax.lax.concatenate([own, taken], axis)
-            return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
-
-        return jax.tree.map(give, tiles)
-
-    def _sort(self, branch: BranchSchedule, tiles: Any) -> Any:
-        if not branch.sorts_halves:
-            return tiles
-        is_late, axis = branch.is_late(self.exchange.shard), self.implementation(branch).slots_axis
-        flip = lambda array: jax.lax.concatenate(self._halves(branch, array)[::-1], axis)
-        return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
-
-    def _halves(self, branch: BranchSchedule, array: Array) -> Sequence[Array]:
-        axis = self.implementation(branch).slots_axis
-        return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
-
-    def gather(self, branch: BranchSchedule, tiles: Any) -> Any:
-        """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
-        axis, groups = self.implementation(branch).slots_axis, branch.keys.num_tile_groups
-        gathered = self._collect(functools.partial(jax.lax.all_gather, axis=axis), branch, tiles)
-        return jax.tree.map(lambda array: _swap_parts(array, axis, branch.gather_size, groups), gathered)
-
-    def scatter(self, branch: BranchSchedule, tiles: Any) -> Any:
-        """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
-        axis, groups = self.implementation(branch).slots_axis, branch.keys.num_tile_groups
-        by_shards = jax.tree.map(lambda array: _swap_parts(array, axis, groups, branch.gather_size), tiles)
-        return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), branch, by_shards)
-
-    def _collect(self, collective: Any, branch: BranchSchedule, tiles: Any) -> Any:
-        if branch.gather_size == 1:
-            return tiles
-        collect = functools.partial(
-            collective,
-            axis_name=self.placement.axis_name,
-            axis_index_groups=self.exchange.groups(branch.gather_groups),
-            tiled=True,
-        )
-        return jax.tree.map(collect, tiles)
-
-
-def _swap_parts(array: Array, axis: int, outer: int, inner: int) -> Array:
-    """Changes the order of an axis from [outer, inner, rest] to [inner, outer, rest]."""
-    if 1 in (outer, inner):
-        return array
-    parts = array.reshape(*array.shape[:axis], outer, inner, -1, *array.shape[axis + 1 :])
-    return jnp.swapaxes(parts, axis, axis + 1).reshape(array.shape)
+    def ways(self, branch: BranchSchedule) -> Ways:
+        """Returns how rows of a branch move."""
+        return Ways(branch, self.exchange, self.implementation(branch).slots_axis)

@@ -56,7 +56,7 @@ def forward(task: Task) -> Any:
 
 def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any], partial: Any, first_hop: int) -> Any:
     """Attends to the keys that come by in the rotations of a leg, from their hop number `first_hop` on."""
-    hop = functools.partial(task.plan.hop, task.branch, hops=leg.direction)
+    hop = functools.partial(task.ways.hop, hops=leg.direction)
 
     def hop_and_attend(carry: Any, hops: Array) -> tuple[Any, None]:
         keys, partial = carry
@@ -102,12 +102,12 @@ def backward(task: Task) -> Addends:
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
     addends = finish(sent.parts[0].grad)
     if branch.is_closed:
-        return Addends(addends[0], *plan.swap_back(branch, task.narrow(addends[1:], task.keys.tokens)))
+        return Addends(addends[0], *task.ways.swap_back(task.narrow(addends[1:], task.keys.tokens)))
     parts = []
     for part in sent.parts:
         finished = finish(part.grad)
         rows = tuple(part.layout.take_back(finished[number]) for number in numbers)
-        rows = plan.hop_rows(branch, rows, part.hops).take_apart() if part.hops else rows
+        rows = task.ways.hop_rows(rows, part.hops).take_apart() if part.hops else rows
         parts += [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
     query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
     return Addends(query, key, value, tuple(parts))
@@ -157,7 +157,7 @@ def _travel(
     """
     rotating = [leg for leg in legs if leg.rotations]
     turn = lambda leg: functools.partial(visit, direction=leg.direction)
-    hop = lambda tiles, leg: task.plan.hop(task.branch, tiles, leg.direction)
+    hop = lambda tiles, leg: task.ways.hop(tiles, leg.direction)
     if task.branch.is_closed:
         own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
         for leg in rotating:
@@ -195,9 +195,9 @@ def _rotate(
 ) -> tuple[Any, Any]:
     """Rotates tiles that have made the first hop, and the sums of their gradients, and brings these back."""
     size, direction = leg.rotations, leg.direction
-    hop = functools.partial(task.plan.hop, task.branch, hops=direction)
+    hop = functools.partial(task.ways.hop, hops=direction)
     # Sums go round the ends, where their tiles do not: else they would not come back.
-    rotate = functools.partial(task.plan.rotate, task.branch)
+    rotate = task.ways.rotate
 
     def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
         arrays, grad, resident_grad = carry

@@ -20,8 +20,8 @@ from ringjax._ring.addition import Addition, Total, add_branches
 from ringjax._ring.layout import Layout, Operand, Task, operand_of_keys
 from ringjax._ring.plan import Plan
 
-# What meets where in a branch: a module of two functions, `forward` and `backward` of one task.
-WAYS: dict[str, Any] = {"ring": ring, "all_gather": gather}
+# What meets where in a branch, by its strategy: a module of two functions, `forward` and `backward` of one task.
+BY_STRATEGY: dict[str, Any] = {"ring": ring, "all_gather": gather}
 
 
 class Shard(NamedTuple):
@@ -56,8 +56,8 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bo
         queries = Operand(layout, (query,), documents[0], lambda query: query, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last)
-        out, lse = layout.implementation.finish(WAYS[task.branch.strategy].forward(task))
-        out, lse = part.swap_back(task.branch, (*task.narrow([out], [query]), lse))
+        out, lse = layout.implementation.finish(BY_STRATEGY[task.branch.strategy].forward(task))
+        out, lse = task.ways.swap_back((*task.narrow([out], [query]), lse))
         return out, lse[..., None]
 
     def merge_one(layout: Layout, total: Any, results: Any) -> Any:
@@ -94,11 +94,11 @@ def add_gradients(
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])
-        addends = WAYS[task.branch.strategy].backward(task)
+        addends = BY_STRATEGY[task.branch.strategy].backward(task)
         if addends.query is None:
             return addends
         query_grad = addends.query.astype(query.dtype) if is_last[0] else addends.query
-        return addends._replace(query=part.swap_back(task.branch, query_grad))
+        return addends._replace(query=task.ways.swap_back(query_grad))
 
     def add_one(layout: Layout, total: Any, addends: Any, combine: Combine = put) -> Any:
         *tiles, parts = addends
