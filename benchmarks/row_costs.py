@@ -19,7 +19,7 @@ from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_tur
 from ringjax._meeting.block import Partial
 from ringjax._ring.layout import Task
 from ringjax._ring.ring import Addends
-from ringjax._ring.shard import WAYS
+from ringjax._ring.shard import BY_STRATEGY
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 
@@ -35,7 +35,7 @@ def leave_out_blocks() -> None:
         queries, keys = task.take(task.queries).arrays, task.take(task.keys).arrays
         return Addends(queries.query, *keys)
 
-    WAYS["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
+    BY_STRATEGY["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
 
 
 def batched_einsum(length: int, branches: Any, *_: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:

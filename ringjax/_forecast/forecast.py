@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ringjax._forecast.call import Call
 from ringjax._forecast.machine import Machine
-from ringjax._forecast.memory import peak_bytes
+from ringjax._forecast.memory import ON_GPUS, ON_TPUS, peak_bytes
 from ringjax._schedule.cost import (
     Direction,
     Message,
@@ -100,7 +100,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         tuple(found),
         sum(_pairs(call.work, branch) for branch in branches),
         (forward, backward),
-        peak_bytes(call.work, branches, machine.lanes, has_gradient),
+        peak_bytes(call.work, branches, ON_TPUS if machine.platform == "tpu" else ON_GPUS, has_gradient),
         seconds["forward"],
         seconds.get("backward", ZERO),
     )

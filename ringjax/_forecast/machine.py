@@ -38,11 +38,6 @@ class Machine:
     is_grid: bool = False
     latency: float = 0.0
 
-    @property
-    def lanes(self) -> int:
-        """The numbers that a row of memory takes at least: the widths of heads are padded to multiples of it."""
-        return 128 if self.platform == "tpu" else 1
-
     def rate(self, itemsize: int) -> float:
         """Returns the most operations in a second on numbers of so many bytes, or of the next that is known."""
         known = sorted(self.operations)

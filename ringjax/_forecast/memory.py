@@ -12,32 +12,44 @@ from ringjax._schedule.cost import RowBytes, Work, queries_travel
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.strategy import Schedules
 
-# Of what a branch keeps, the share that is there as well when the one that keeps most is computed. Branches that
-# exchange all tokens share what was exchanged; kernels for TPUs read copies of it, of each branch its own.
-_SHARE, _SHARE_EXCHANGED, _SHARE_GATHERED = 0.75, 0.2, 0.5
-# What is small enough for the vector memory of a TPU is computed there, and much of it lies in both memories.
-_VECTOR_MEMORY, _IN_BOTH = 128 * 2**20, 1.3
-# Kernels for TPUs read heads that lie apart: how often a device holds queries, keys and values that do not travel, and
-# how much of what travels is counted, forward and with the gradient.
-_LAID_OUT_ANEW, _TRAVELLING_ON_TPU = (0.7, 2.25), (0.7, 1.1)
+# Of what a branch keeps, the share that is there as well when the one that keeps most is computed.
+_SHARE, _SHARE_GATHERED = 0.75, 0.5
 
 
-def peak_bytes(work: Work, branches: Schedules, lanes: int, has_gradient: bool) -> int:
+class Factors(NamedTuple):
+    """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
+
+    lanes: int  # widths of what branches keep are multiples of it
+    # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
+    # copies half, and rows that were taken.
+    laid_out: tuple[float, float] | None
+    travelling: tuple[float, float]  # what stays and what comes by in a ring, or along hops
+    one_rotation: float  # what comes by where nothing rotates on: in a loop it is there twice
+    share_exchanged: float  # of branches that exchange all tokens, and share these where kernels read no copies
+    small: int  # bytes of what is computed in a memory beside the main one
+    in_both: float  # how often that is there
+
+
+ON_GPUS = Factors(1, None, (1, 1), 0.75, 0.2, 0, 1)
+# Kernels for TPUs read heads that lie apart; the vector memory is of 128 MiB.
+ON_TPUS = Factors(128, (0.7, 2.25), (0.7, 1.1), 1.5, _SHARE, 128 * 2**20, 1.3)
+
+
+def peak_bytes(work: Work, branches: Schedules, factors: Factors, has_gradient: bool) -> int:
     """Returns the bytes at the peak of a call, or of its gradient.
 
-    Arguments and results lie close; what branches keep has widths that are multiples of `lanes`.
+    Arguments and results lie close; what branches keep has widths of whole lanes.
     """
     query, out, of_keys = _numbers(work, branches)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    padded, is_tpu, of_branches = _padded(work, lanes), lanes > 1, {}
+    padded, of_branches = _padded(work, factors.lanes), {}
     for branch in branches:
-        kept = _Kept(padded, branch, is_tpu, has_gradient)
-        of_branches[_pairs_of(work, branch)] = kept.bytes, _share(branch, is_tpu)
+        kept = _Kept(padded, branch, factors, has_gradient)
+        of_branches[_pairs_of(work, branch)] = kept.bytes, _share(branch, factors)
     (most, _), *others = sorted(of_branches.values(), reverse=True)
     beside = most + sum(share * num_bytes for num_bytes, share in others)
     given = (arguments + results) * work.itemsize
-    is_small = is_tpu and given + beside < _VECTOR_MEMORY
-    return given + round(beside * (_IN_BOTH if is_small else 1))
+    return given + round(beside * (factors.in_both if given + beside < factors.small else 1))
 
 
 def _pairs_of(work: Work, branch: BranchSchedule) -> Hashable:
@@ -60,10 +72,10 @@ def _numbers(work: Work, branches: Schedules) -> tuple[int, int, int]:
     return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
 
 
-def _share(branch: BranchSchedule, is_tpu: bool) -> float:
+def _share(branch: BranchSchedule, factors: Factors) -> float:
     exchanges_tokens = branch.exchange_size > 1 and not branch.exchanges_rows
     if branch.is_local:
-        return _SHARE_EXCHANGED if exchanges_tokens and not is_tpu else _SHARE
+        return factors.share_exchanged if exchanges_tokens else _SHARE
     return _SHARE_GATHERED if exchanges_tokens or branch.strategy == "all_gather" else _SHARE
 
 
@@ -72,7 +84,7 @@ class _Kept(NamedTuple):
 
     work: Work
     branch: BranchSchedule
-    is_tpu: bool
+    factors: Factors
     has_gradient: bool
 
     @property
@@ -100,16 +112,16 @@ class _Kept(NamedTuple):
             return self._local()
         if self.branch.strategy == "all_gather":
             return self._gathered()
-        return self._travelling() * (_TRAVELLING_ON_TPU[self.has_gradient] if self.is_tpu else 1)
+        return self._travelling() * self.factors.travelling[self.has_gradient]
 
     def _local(self) -> float:
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         branch, row = self.branch, self.row
-        if self.is_tpu:
+        if self.factors.laid_out is not None:
             one, work = branch.of_devices(), self.work
             numbers = one.queries.shard_length * work.num_heads * work.width
             numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
-            return _LAID_OUT_ANEW[self.has_gradient] * work.batch * numbers * work.itemsize
+            return self.factors.laid_out[self.has_gradient] * work.batch * numbers * work.itemsize
         rows = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
         is_whole = branch.branch.keeps_all and not branch.traits.rows_last
         return rows * self.has_gradient / 2 if is_whole else rows
@@ -142,13 +154,13 @@ class _Kept(NamedTuple):
             return kept + 2 * side.num_slots * come_by
         if rotations and branch.branch.keeps_all and not branch.is_balanced:  # the arguments themselves
             kept -= stays.num_slots * of_stays[0]
-        return kept + rotations * (1.5 if self.is_tpu else 0.75) * side.num_slots * come_by
+        return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
 
     def _exchanged(self) -> float:
         """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it."""
         branch, work = self.branch, self.work
         is_ring = not branch.is_local and branch.is_closed and max(leg.rotations for leg in branch.key_legs) > 1
-        if branch.exchange_size == 1 or is_ring or (branch.is_local and self.is_tpu):
+        if branch.exchange_size == 1 or is_ring or (branch.is_local and self.factors.laid_out is not None):
             return 0
         one = branch.of_devices()
         tokens = lambda side: side.num_slots if branch.exchanges_rows else side.shard_length
