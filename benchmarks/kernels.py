@@ -28,9 +28,9 @@ from ringjax import DilatedPattern, Segments, ring_dilated_attention
 from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
 from ringjax._kernels.tile_list import WHOLE, list_tiles
 from ringjax._kernels.tpu import STEP_ROWS
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.meeting import Meeting, Slots, make_mask
 from ringjax._meeting.protocol import Request
+from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._ring.plan import Plan
 from ringjax._schedule.schedule import make_schedule

@@ -29,10 +29,10 @@ import numpy as np
 import ringjax
 from benchmarks.timing import table
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._meeting.block import Keys, Weighting
 from ringjax._meeting.meeting import Meeting, Slots
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.rows import BranchHeads, Rows
+from ringjax._meeting.softmax import Keys, Weighting
 from ringjax._schedule.schedule import BranchSchedule, make_schedule
 
 REHEARSAL = "--rehearse" in sys.argv

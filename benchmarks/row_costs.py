@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.environment import run_module
 from benchmarks.local_speed import CASES, calls_of
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns
-from ringjax._meeting.block import Partial
+from ringjax._kernels.tiles import Partial
 from ringjax._ring.layout import Task
 from ringjax._ring.ring import Addends
 from ringjax._ring.shard import BY_STRATEGY

@@ -30,8 +30,8 @@ from ringjax._forecast.call import make_call, record
 from ringjax._forecast.forecast import schedules_of
 from ringjax._forecast.machine import machine_of
 from ringjax._kernels.implementation import NAMES, ImplementationName
-from ringjax._meeting.block import Weighting, accumulation_dtype
 from ringjax._meeting.protocol import Request
+from ringjax._meeting.softmax import Weighting, accumulation_dtype
 from ringjax._mesh.mesh import check_mesh, find_mesh
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh

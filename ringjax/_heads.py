@@ -22,7 +22,7 @@ from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.rotary import rotary_embedding
 from ringjax._kernels.implementation import NAMES
-from ringjax._meeting.block import Weighting
+from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.mesh import check_mesh
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions

@@ -19,7 +19,7 @@ from ringjax._definition.branch import Branch
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.sinks import read_sinks
-from ringjax._meeting.block import accumulation_dtype, shift_of
+from ringjax._meeting.softmax import accumulation_dtype, divisor_of, shift_of
 from ringjax._mesh.sharded import take_whole
 
 
@@ -147,7 +147,7 @@ def _weigh(
     shift = shift_of(jnp.maximum(maximum, sink))
     weights = jnp.exp(logits - shift)
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - shift)
-    weights = weights / jnp.where(total == 0, 1, total)
+    weights = weights / divisor_of(total)
     return weights.reshape(*weights.shape[:-4], num_kv_heads * groups, *weights.shape[-2:])  # [..., N, R, S]
 
 

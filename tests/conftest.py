@@ -28,7 +28,7 @@ jax.config.update("jax_enable_x64", True)
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for path in (ROOT / "ringjax").rglob("*.py") if "from jaxtyping import" in path.read_text()]
 SHAPED = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES]
-assert {"ringjax._attention", "ringjax._meeting.block", "ringjax.nn"} <= {*SHAPED}
+assert {"ringjax._attention", "ringjax._meeting.softmax", "ringjax.nn"} <= {*SHAPED}
 with install_import_hook(SHAPED, "shape_checks.check"):
     import ringjax  # noqa: F401
 

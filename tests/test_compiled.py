@@ -13,8 +13,8 @@ from oracle import make_mesh
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.meeting import Meeting, Slots, make_mask, see_keys, see_queries
+from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._planner.hlo import permutes
 from ringjax._ring.plan import Plan

@@ -19,8 +19,8 @@ from ringjax._kernels.fused import Fused, FusedQueries
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.pieces import Pairs
 from ringjax._kernels.spans import Span
-from ringjax._meeting.block import Keys
 from ringjax._meeting.protocol import Request
+from ringjax._meeting.softmax import Keys
 
 
 class DenseKernel:

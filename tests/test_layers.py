@@ -55,15 +55,16 @@ FOLDERS = {
         {
             "mask": set(),
             "rows": set(),
-            "block": {"mask"},
+            "softmax": set(),
             "meeting": {"mask", "rows"},
-            "protocol": {"block", "meeting"},
+            "protocol": {"meeting", "softmax"},
         },
     ),
     "_kernels": (
         {"_definition", "_schedule", "_meeting"},
         {
-            "xla": set(),
+            "tiles": set(),
+            "xla": {"tiles"},
             "spans": set(),
             "pieces": {"spans"},
             "fused": {"pieces"},

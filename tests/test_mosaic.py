@@ -16,10 +16,10 @@ from ringjax._kernels import tpu_call
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import MosaicTpu
 from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.mask import Visits
 from ringjax._meeting.meeting import Meeting, Slots, make_mask
 from ringjax._meeting.protocol import Request
+from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._ring.plan import Plan
 from ringjax._schedule.schedule import make_schedule

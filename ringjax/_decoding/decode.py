@@ -17,7 +17,7 @@ from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import MAX_POSITIONS, Branch
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.sinks import add_sinks, read_sinks
-from ringjax._meeting.block import Weighting, accumulation_dtype, merge, shift_of
+from ringjax._meeting.softmax import Weighting, accumulation_dtype, divisor_of, merge, shift_of
 from ringjax._mesh.order import after
 from ringjax._mesh.placement import Placement
 
@@ -208,7 +208,7 @@ class Decoder:
         maximum = jax.lax.pmax(lse, axis_name)
         weight = jnp.exp(lse - shift_of(maximum))
         denominator = jax.lax.psum(weight, axis_name)
-        divisor = jnp.where(denominator == 0, 1, denominator)
+        divisor = divisor_of(denominator)
         return jax.lax.psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
 
 
@@ -221,15 +221,13 @@ def _attend_rows(
 ) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
     dtype = accumulation_dtype(query, key, value)
     multiply = functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
-    scores = multiply("...ckgh,...rkh->...ckgr", query, key)
-    if weighting.logits_soft_cap is not None:
-        scores = jnp.tanh(scores * (weighting.scale / weighting.logits_soft_cap))
+    scores = weighting.scores(multiply("...ckgh,...rkh->...ckgr", query, key))
     mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
     logits = jnp.where(mask, scores * weighting.unit, -jnp.inf)
     maximum = logits.max(axis=-1, initial=-jnp.inf)
     weights = jnp.exp(logits - shift_of(maximum)[..., None])
     total = weights.sum(axis=-1)
-    divisor = jnp.where(total == 0, 1, total)
+    divisor = divisor_of(total)
     out = multiply("...ckgr,...rkv->...ckgv", weights.astype(value.dtype), value)
     return out / divisor[..., None], maximum + jnp.log(divisor)
 

@@ -16,7 +16,7 @@ from ringjax._definition.warning import warn
 from ringjax._kernels.fused import FusedQueries
 from ringjax._kernels.pieces import Pairs
 from ringjax._kernels.spans import Span
-from ringjax._meeting.block import Keys
+from ringjax._meeting.softmax import Keys
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _jax

@@ -13,9 +13,9 @@ from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
 from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
-from ringjax._meeting.block import Keys, Weighting, accumulation_dtype, merge
 from ringjax._meeting.meeting import Meeting, Noise, Slots
 from ringjax._meeting.protocol import Implementation, KernelGradients, KernelPartial, Request
+from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype, merge
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits

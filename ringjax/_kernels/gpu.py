@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 from ringjax._definition import dropout
 from ringjax._kernels.gpu_call import OWN_ROWS, TILE_ROWS, GpuStep, launch, plgpu
 from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, forward_call, gradient_call
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.mask import is_allowed
+from ringjax._meeting.softmax import Weighting
 
 PARTS = (1,)  # the tiles that come by in a step
 # The rows of a tile that come by which the gradients take at once: as many as registers hold the weights of.
@@ -117,12 +117,6 @@ def _is_kept(refs: Any, stays: int, shape: tuple[int, ...], rate: float) -> Arra
     return dropout.is_kept(start, step, _read(keys.position, _axis(KEYS, stays), shape), rate)
 
 
-def _cap(scores: Array, weighting: Weighting) -> Array:
-    if weighting.logits_soft_cap is None:
-        return scores
-    return jnp.tanh(scores * (weighting.scale / weighting.logits_soft_cap))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Forward:
     """The softmax under way of each query: its maximum, as an exponent of two, its denominator, and its numerator."""
@@ -154,7 +148,7 @@ class _Forward:
 
         step.wait(0)
         scores = _multiply(query, _turned(key), self.interpret, hand_over)
-        scores = _mask(_cap(scores, self.weighting), masks, QUERIES, step.is_whole)
+        scores = _mask(self.weighting.scores(scores), masks, QUERIES, step.is_whole)
         if not rate:
             step.release(0)
         maximum = jnp.maximum(former, scores.max(axis=1) * unit)
@@ -163,7 +157,7 @@ class _Forward:
         out, total = out * _widen(decay, STAYS, out.shape), total * decay + weights.sum(axis=1)
         if rate:
             is_kept = _is_kept(masks, QUERIES, weights.shape, rate)
-            weights = jnp.where(is_kept, weights * (1 / (1 - rate)), 0.0)
+            weights = jnp.where(is_kept, weights * self.weighting.kept_scale, 0.0)
             step.release(0)
         weights = weights.astype(value.dtype)
         # One warpgroup makes weights while the other one multiplies.
@@ -184,8 +178,8 @@ class _Forward:
         return out * _widen(inverse, STAYS, out.shape), lse
 
 
-# The backward: its derivation stands in `_meeting.block`. Each of two kernels computes the weights of a pair again, the
-# one of keys with these transposed: a tile of pairs has the rows that stay first.
+# The backward: its derivation stands in `_meeting.softmax`. Each of two kernels computes the weights of a pair again,
+# the one of keys with these transposed: a tile of pairs has the rows that stay first.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +197,7 @@ class _Gradient:
     def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stays: int, is_whole: Any) -> tuple[Array, Array]:
         """Returns the weights of pairs, some dropped; and times the slope of a cap, with a minus where dropped."""
         dtype, rate = one.dtype, self.weighting.dropout_rate
-        scores = _cap(_multiply(one, _turned(other), self.interpret), self.weighting)
+        scores = self.weighting.scores(_multiply(one, _turned(other), self.interpret))
         seen = _mask(scores, masks, stays, is_whole)
         lse = _read(lse, _axis(QUERIES, stays), seen.shape)
         weights = jnp.exp2(seen * (self.weighting.unit * LOG2E) - lse * LOG2E)
@@ -223,7 +217,7 @@ class _Gradient:
     def keep(self, array: Array, weights: Array) -> Array:
         """Returns what is kept of an array, in proportion: that of weights without a minus."""
         rate = self.weighting.dropout_rate
-        return jnp.where(weights > 0, array * (1 / (1 - rate)), 0.0) if rate else array
+        return jnp.where(weights > 0, array * self.weighting.kept_scale, 0.0) if rate else array
 
     def finish(self, sums: Sums, before: tuple[Any, ...]) -> Sums:
         scales = self.weighting.scale, 1.0

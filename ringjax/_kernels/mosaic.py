@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax._kernels import tpu
 from ringjax._kernels.operands import Given, Stats
-from ringjax._meeting import block
-from ringjax._meeting.block import Keys, Weighting
 from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._meeting.protocol import Implementation, KernelGradients, KernelPartial, Request
+from ringjax._meeting.softmax import Keys, Weighting, of_queries
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -152,7 +151,7 @@ class Mosaic(Implementation):
 
     def of_queries(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
         """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
-        return block.of_queries(out, lse, out_grad, lse_grad)
+        return of_queries(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> MosaicQueries:
         """Makes what `backward` takes, of arrays that are laid out."""

@@ -14,8 +14,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.mask import Mask, Visits
+from ringjax._meeting.softmax import Weighting
 
 QUERIES, KEYS = 0, 1  # the sides
 LOG2E = 1 / math.log(2)  # kernels take powers of two

@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from ringjax._definition.branch import Window
 from ringjax._kernels.spans import Labels, Span, are_apart, find_runs, find_shared
-from ringjax._meeting.block import Keys
 from ringjax._meeting.meeting import Meeting, Slots
+from ringjax._meeting.softmax import Keys
 from ringjax._schedule.schedule import BranchSchedule
 
 

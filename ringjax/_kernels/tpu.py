@@ -1,6 +1,6 @@
 """Kernels for TPUs: attention of tiles of queries on tiles of keys, with any mask, forward and backward.
 
-They compute what `_meeting.block` computes with XLA. Letters: B batch, K key/value heads, N query heads, T queries, S
+They compute what `tiles` computes with XLA. Letters: B batch, K key/value heads, N query heads, T queries, S
 keys, H width of queries and keys, V width of values, Rq and Rk the rows of a tile of queries and of keys.
 """
 
@@ -19,8 +19,8 @@ from ringjax._definition import dropout
 from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, KernelCall, Sizes, forward_call, gradient_call
 from ringjax._kernels.tile_list import CUT, SOME, WHOLE, Step
 from ringjax._kernels.tpu_call import launch
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.mask import is_allowed
+from ringjax._meeting.softmax import Weighting
 
 LANES = 128  # the columns of a register
 # The numbers of tiles that may come by in a step, and the most rows of these.
@@ -101,16 +101,14 @@ def _multiply(one: Array, other: Array, contracting: tuple[int, int], weighting:
 
 
 def _scores(one: Array, other: Array, weighting: Weighting) -> Array:
-    product = _multiply(one, other, (1, 1), weighting)
-    if weighting.logits_soft_cap is None:
-        return product
-    return jnp.tanh(product * (weighting.scale / weighting.logits_soft_cap))
+    return weighting.scores(_multiply(one, other, (1, 1), weighting))
 
 
-def _drop(array: Array, masks: Any, rate: float) -> Array:
+def _drop(array: Array, masks: Any, weighting: Weighting) -> Array:
     queries, keys = masks
     start, step = (jax.lax.bitcast_convert_type(word, jnp.uint32) for word in queries.stream)
-    return jnp.where(dropout.is_kept(start, step, keys.position, rate), array * (1 / (1 - rate)), 0)
+    is_kept = dropout.is_kept(start, step, keys.position, weighting.dropout_rate)
+    return jnp.where(is_kept, array * weighting.kept_scale, 0)
 
 
 def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
@@ -172,7 +170,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         total_ref[some] = decay * total_ref[some] + weights.sum(axis=1, keepdims=True)
         maximum_ref[some] = maximum
         if weighting.dropout_rate:
-            weights = _drop(weights, masks, weighting.dropout_rate)
+            weights = _drop(weights, masks, weighting)
         added = _multiply(weights.astype(value_ref.dtype), value_ref[0, at, :], (1, 0), weighting)  # [Rq, V]
         sum_ref[some] = sum_ref[some] * _widen(decay, width) + added
 
@@ -188,8 +186,8 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         lse_ref[0] = lse.T[:1]
 
 
-# The backward: its derivation stands in `_meeting.block`. Each of two kernels computes the weights of a pair again, the
-# one of keys with these transposed, so that none of its products has a transposed operand.
+# The backward: its derivation stands in `_meeting.softmax`. Each of two kernels computes the weights of a pair again,
+# the one of keys with these transposed, so that none of its products has a transposed operand.
 
 
 def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N T H"]:
@@ -280,7 +278,7 @@ def _tile_gradients(
     if is_cut:
         logits = jnp.where(is_allowed(*masks), logits, -jnp.inf)
     weights = jnp.exp2(logits - lse * LOG2E)
-    kept = lambda array: _drop(array, masks, weighting.dropout_rate) if weighting.dropout_rate else array
+    kept = lambda array: _drop(array, masks, weighting) if weighting.dropout_rate else array
     logits_grad = weights * (kept(weights_grad) - delta)
     if weighting.logits_soft_cap is not None:
         logits_grad *= 1 - scores * scores

@@ -1,6 +1,6 @@
 """The implementation "xla": tiles of rows, masked where they must be, in any geometry and on any device.
 
-Laid out as `_meeting.block` has them: queries [I, B, C, K, G, R, H], keys [J, B, C, K, R, H].
+Laid out as `tiles` has them: queries [I, B, C, K, G, R, H], keys [J, B, C, K, R, H].
 """
 
 import dataclasses
@@ -9,10 +9,11 @@ from typing import Any
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._meeting import block
-from ringjax._meeting.block import Gradients, Keys, Partial, Queries, Weighting
+from ringjax._kernels import tiles
+from ringjax._kernels.tiles import Gradients, Partial, Queries
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
 from ringjax._meeting.protocol import Implementation, Request
+from ringjax._meeting.softmax import Keys, Weighting, of_queries
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import OF_TILES
@@ -51,13 +52,13 @@ class Xla(Implementation):
         return see_keys(slots)
 
     def start(self, query: Array, keys: Keys) -> Partial:
-        return block.start(query, keys)
+        return tiles.start(query, keys)
 
     def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
-        return block.forward(query, keys, make_mask(meeting), weighting, partial)
+        return tiles.forward(query, keys, make_mask(meeting), weighting, partial)
 
     def finish(self, partial: Partial) -> tuple[Array, Array]:
-        return block.finish(partial)
+        return tiles.finish(partial)
 
     def of_queries(
         self,
@@ -66,19 +67,19 @@ class Xla(Implementation):
         out_grad: Float[Array, "*B n N V"],
         lse_grad: Any,
     ) -> tuple[Array, ...]:
-        return block.of_queries(out, lse, out_grad, lse_grad)
+        return of_queries(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> Queries:
         query, out_grad, lse, delta = arrays
         return Queries(query, out_grad, lse[..., 0], delta[..., 0])
 
     def start_gradients(self, queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
-        return block.start_gradients(queries, keys, step, **given)
+        return tiles.start_gradients(queries, keys, step, **given)
 
     def backward(
         self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients
     ) -> Gradients:
-        return block.backward(queries, keys, make_mask(meeting), weighting, grads)
+        return tiles.backward(queries, keys, make_mask(meeting), weighting, grads)
 
     def finish_gradients(self, grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
-        return block.finish_gradients(grads, weighting)
+        return tiles.finish_gradients(grads, weighting)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._meeting.block import Keys, Weighting
 from ringjax._meeting.meeting import Meeting, Noise, Slots
+from ringjax._meeting.softmax import Keys, Weighting
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._meeting.block import accumulation_dtype, merge
+from ringjax._meeting.softmax import accumulation_dtype, merge
 from ringjax._mesh.order import after
 from ringjax._ring.plan import Plan
 from ringjax._ring.shard import Shard, add_gradients, add_results

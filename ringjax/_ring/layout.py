@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from ringjax._meeting.block import Keys
 from ringjax._meeting.meeting import Noise, Slots, Tiles
 from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import Combine, Rows
+from ringjax._meeting.softmax import Keys
 from ringjax._mesh.order import after
 from ringjax._ring.exchange import Moved
 from ringjax._ring.plan import Plan

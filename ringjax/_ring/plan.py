@@ -11,10 +11,10 @@ from jaxtyping import Array
 
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._meeting.block import Weighting
 from ringjax._meeting.meeting import Noise
 from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import BranchHeads, Rows, pick
+from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._ring.exchange import Exchange
 from ringjax._ring.ways import Ways

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._meeting.block import merge
 from ringjax._meeting.meeting import Noise
 from ringjax._meeting.rows import Combine, put
+from ringjax._meeting.softmax import merge
 from ringjax._ring import gather, ring
 from ringjax._ring.addition import Addition, Total, add_branches
 from ringjax._ring.layout import Layout, Operand, Task, operand_of_keys

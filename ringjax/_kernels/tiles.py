@@ -1,4 +1,4 @@
-"""Attention of tiles of queries on tiles of keys: forward, backward, and the merging of partial results.
+"""Attention of tiles of queries on tiles of keys in plain products, for XLA: forward and backward.
 
 Knows no mesh and no pattern: what may attend to what is said by a mask. Letters: I tiles of queries, J tiles of keys,
 B batch, C chunks that lie side by side, K key/value heads, G query heads of one key/value head, R rows of a tile, H
@@ -6,7 +6,7 @@ width of queries and keys, V width of values.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +15,7 @@ from jaxtyping import Array, Float
 
 from ringjax._definition import dropout
 from ringjax._meeting.mask import KeyMask, Mask, QueryMask, masked
-
-
-class Weighting(NamedTuple):
-    """How weights are made of products of queries and keys: ``exp(cap(scale * product))``, some of them dropped."""
-
-    scale: float  # positive
-    logits_soft_cap: float | None = None
-    dropout_rate: float = 0.0
-    precision: Any = None  # of the products, as `jax.numpy.einsum` takes it
-
-    @property
-    def unit(self) -> float:
-        """What scores are multiplied with to be logits."""
-        return self.logits_soft_cap or self.scale
+from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype, divisor_of, shift_of
 
 
 class Partial(NamedTuple):
@@ -54,18 +41,6 @@ class Gradients(NamedTuple):
     query: Float[Array, "I B C K G Rq H"]
     key: Float[Array, "J B C K H Rk"]
     value: Float[Array, "J B C K V Rk"]
-
-
-class Keys(NamedTuple):
-    """Rows of keys and values."""
-
-    key: Float[Array, "J B C K Rk H"]
-    value: Float[Array, "J B C K Rk V"]
-
-
-def accumulation_dtype(*arrays: Any) -> jnp.dtype:
-    """Returns the dtype of sums over arrays, or their shapes: float32 at least."""
-    return jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
 
 
 def start(query: Float[Array, "I B C K G Rq H"], keys: Keys) -> Partial:
@@ -154,12 +129,8 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
 
 
 def _scores(query: Float[Array, "*X Q H"], key: Float[Array, "*X Rk H"], weighting: Weighting) -> Array:
-    # Logits but for a positive factor, the weighting's unit: it can wait for passes over them that are made anyway.
     dtype = accumulation_dtype(query, key)
-    product = _multiply("...qh,...jh->...qj", query, key, weighting, dtype)
-    if weighting.logits_soft_cap is None:
-        return product
-    return jnp.tanh(product * (weighting.scale / weighting.logits_soft_cap))
+    return weighting.scores(_multiply("...qh,...jh->...qj", query, key, weighting, dtype))
 
 
 def _multiply(subscripts: str, one: Array, other: Array, weighting: Weighting, dtype: Any) -> Array:
@@ -172,7 +143,7 @@ def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Call
     def drop(array: Array) -> Array:
         start, step = (word[..., None] for word in of_queries.stream)
         is_kept = dropout.is_kept(start, step, of_keys.position[..., None, :], weighting.dropout_rate)
-        return jnp.where(is_kept, array * (1 / (1 - weighting.dropout_rate)), 0)
+        return jnp.where(is_kept, array * weighting.kept_scale, 0)
 
     return drop if weighting.dropout_rate else lambda array: array
 
@@ -194,59 +165,13 @@ def _add_scores(
     return Partial(maximum, denominator, numerator)
 
 
-def shift_of(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Returns what logits are shifted by: their maximum, or 0 for a row without any, which keeps -inf - -inf out."""
-    return jnp.where(maximum == -jnp.inf, 0, maximum)
-
-
 def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Array, "I B C K G Rq"]]:
     """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
-    is_empty = partial.denominator == 0
-    denominator = jnp.where(is_empty, 1, partial.denominator)
-    return partial.numerator / denominator[..., None], partial.maximum + jnp.log(denominator)
+    divisor = divisor_of(partial.denominator)
+    return partial.numerator / divisor[..., None], partial.maximum + jnp.log(divisor)
 
 
-def merge(
-    outs: Sequence[Float[Array, "*rows V"]], lses: Sequence[Float[Array, "*rows"]]
-) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
-    maximum = functools.reduce(jnp.maximum, lses)
-    shift = shift_of(maximum)
-    weights = [jnp.exp(lse - shift) for lse in lses]
-    total = functools.reduce(jnp.add, weights)
-    divisor = jnp.where(total == 0, 1, total)
-    parts = [out * (weight / divisor)[..., None] for out, weight in zip(outs, weights, strict=True)]
-    return functools.reduce(jnp.add, parts), maximum + jnp.log(divisor)
-
-
-# The backward. With L the global lse of a row, P = exp(S - L) are its weights over all keys of all branches, wherever
-# those were computed: out = sum_s P v_s with sum_s P = 1, and L = log sum_s exp(S). For cotangents g of out and l of L,
-#
-#     dv_s = sum_t P_ts g_t                              out is linear in v
-#     dP_ts = g_t . v_s
-#     dS_ts = P_ts (dP_ts - sum_u P_tu dP_tu) + P_ts l_t  the softmax's Jacobian, and dL/dS = P
-#           = P_ts (dP_ts - delta_t),                    delta_t = g_t . out_t - l_t
-#     dq_t = scale sum_s dS_ts k_s,   dk_s = scale sum_t dS_ts q_t
-#
-# because sum_u P_tu dP_tu = g_t . sum_u P_tu v_u = g_t . out_t. Each term needs one pair (t, s) and the row's own L and
-# delta: the sums may be cut over branches, tiles and devices in any way, and a pair of two branches counts twice.
-#
-# Dropout multiplies P_ts in out with m_ts, 0 or 1 / (1 - rate), and leaves L as it is: dv_s = sum_t m_ts P_ts g_t and
-# dP_ts = m_ts g_t . v_s, and the rest stands. A cap c makes of the logits x_ts the S_ts = c u with u = tanh(x_ts / c):
-# then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
-
-
-def of_queries(
-    out: Float[Array, "*B n N V"], lse: Float[Array, "*B n N"], out_grad: Float[Array, "*B n N V"], lse_grad: Any
-) -> tuple[Array, ...]:
-    """Returns the cotangent, the lse and the delta of each query, all with a last dimension."""
-    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
-    if lse_grad is not None:
-        delta -= lse_grad
-    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
-    attends = lse > -jnp.inf
-    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
-    return out_grad, lse[..., None], delta[..., None]
+# The derivation of what follows stands in `_meeting.softmax`.
 
 
 def start_gradients(queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:

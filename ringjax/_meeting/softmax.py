@@ -1,0 +1,101 @@
+"""The softmax that all implementations share: its weights, the merging of partial results, and its derivative.
+
+Knows no tiles. Letters: B batch, N query heads, K key/value heads, H width of queries and keys, V width of values.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Weighting(NamedTuple):
+    """How weights are made of products of queries and keys: ``exp(cap(scale * product))``, some of them dropped."""
+
+    scale: float  # positive
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    precision: Any = None  # of the products, as `jax.numpy.einsum` takes it
+
+    @property
+    def unit(self) -> float:
+        """What scores are multiplied with to be logits."""
+        return self.logits_soft_cap or self.scale
+
+    def scores(self, product: Array) -> Array:
+        """Returns the logits of products but for a positive factor, the `unit`: it waits for passes made anyway."""
+        if self.logits_soft_cap is None:
+            return product
+        return jnp.tanh(product * (self.scale / self.logits_soft_cap))
+
+    @property
+    def kept_scale(self) -> float:
+        """What weights that are not dropped are multiplied with, so that their mean stays."""
+        return 1 / (1 - self.dropout_rate)
+
+
+class Keys(NamedTuple):
+    """Rows of keys and values."""
+
+    key: Float[Array, "J B C K Rk H"]
+    value: Float[Array, "J B C K Rk V"]
+
+
+def accumulation_dtype(*arrays: Any) -> jnp.dtype:
+    """Returns the dtype of sums over arrays, or their shapes: float32 at least."""
+    return jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
+
+
+def shift_of(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Returns what logits are shifted by: their maximum, or 0 for a row without any, which keeps -inf - -inf out."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+def divisor_of(denominator: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Returns what numerators are divided by: their denominator, or 1 for a row that attends to nothing."""
+    return jnp.where(denominator == 0, 1, denominator)
+
+
+def merge(
+    outs: Sequence[Float[Array, "*rows V"]], lses: Sequence[Float[Array, "*rows"]]
+) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
+    maximum = functools.reduce(jnp.maximum, lses)
+    shift = shift_of(maximum)
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    divisor = divisor_of(total)
+    parts = [out * (weight / divisor)[..., None] for out, weight in zip(outs, weights, strict=True)]
+    return functools.reduce(jnp.add, parts), maximum + jnp.log(divisor)
+
+
+# The backward. With L the global lse of a row, P = exp(S - L) are its weights over all keys of all branches, wherever
+# those were computed: out = sum_s P v_s with sum_s P = 1, and L = log sum_s exp(S). For cotangents g of out and l of L,
+#
+#     dv_s = sum_t P_ts g_t                              out is linear in v
+#     dP_ts = g_t . v_s
+#     dS_ts = P_ts (dP_ts - sum_u P_tu dP_tu) + P_ts l_t  the softmax's Jacobian, and dL/dS = P
+#           = P_ts (dP_ts - delta_t),                    delta_t = g_t . out_t - l_t
+#     dq_t = scale sum_s dS_ts k_s,   dk_s = scale sum_t dS_ts q_t
+#
+# because sum_u P_tu dP_tu = g_t . sum_u P_tu v_u = g_t . out_t. Each term needs one pair (t, s) and the row's own L and
+# delta: the sums may be cut over branches, tiles and devices in any way, and a pair of two branches counts twice.
+#
+# Dropout multiplies P_ts in out with m_ts, 0 or 1 / (1 - rate), and leaves L as it is: dv_s = sum_t m_ts P_ts g_t and
+# dP_ts = m_ts g_t . v_s, and the rest stands. A cap c makes of the logits x_ts the S_ts = c u with u = tanh(x_ts / c):
+# then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
+
+
+def of_queries(
+    out: Float[Array, "*B n N V"], lse: Float[Array, "*B n N"], out_grad: Float[Array, "*B n N V"], lse_grad: Any
+) -> tuple[Array, ...]:
+    """Returns the cotangent, the lse and the delta of each query, all with a last dimension."""
+    delta = jnp.einsum("...v,...v->...", out_grad, out, preferred_element_type=lse.dtype)
+    if lse_grad is not None:
+        delta -= lse_grad
+    # A row that attends to nothing has weights exp(S - inf) = 0, whatever its cotangents are.
+    attends = lse > -jnp.inf
+    lse, delta = jnp.where(attends, lse, jnp.inf), jnp.where(attends, delta, 0)
+    return out_grad, lse[..., None], delta[..., None]
