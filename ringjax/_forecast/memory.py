@@ -166,7 +166,7 @@ class _Kept(NamedTuple):
         tokens = lambda side: side.num_slots if branch.exchanges_rows else side.shard_length
         result = work.width if self.has_gradient else work.value_width
         of_query = work.num_heads * (work.width + result) * work.itemsize
-        of_query += work.num_heads * work.of_queries([branch]) * self.has_gradient
+        of_query += work.num_heads * work.residual_bytes([branch]) * self.has_gradient
         of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
         exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
         if branch.is_local:

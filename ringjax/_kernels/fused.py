@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
+from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
 from ringjax._meeting.meeting import Meeting, Noise, Slots
-from ringjax._meeting.protocol import Implementation, KernelGradients, KernelPartial, Request
+from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype, merge
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
@@ -62,7 +63,7 @@ class FusedQueries(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(Implementation):
+class Fused(KernelImplementation):
     """The implementation by a fused kernel, of branches in which it can tell which rows attend to each other."""
 
     kernel: Kernel
@@ -85,7 +86,6 @@ class Fused(Implementation):
         return rearrange(rows, "B (C R) K (G H) -> (B C) R (K G) H", C=side.num_chunks, G=groups or 1)
 
     def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        """Undoes `lay_out`, given the number of key/value heads."""
         return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=side.num_chunks, K=heads)
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
@@ -96,11 +96,6 @@ class Fused(Implementation):
     def see_keys(self, slots: Slots) -> ChunkView:
         """Returns what is seen of keys."""
         return see(slots)
-
-    def start(self, query: Float[Array, "B Rq N H"], keys: Keys) -> KernelPartial:
-        """Returns the attention on nothing."""
-        row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [B, R, N]
-        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
 
     def forward(
         self,
@@ -137,23 +132,16 @@ class Fused(Implementation):
         out, lse = switch(meeting, attend_all, query, keys)
         return KernelPartial(*merge((partial.out, out), (partial.lse, lse)))
 
-    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
-        """Returns the output and the lse of each row."""
-        return partial.out, partial.lse
-
-    def of_queries(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
-        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+    def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
         attends = lse > -jnp.inf
         more = () if lse_grad is None else (jnp.where(attends, lse_grad, 0)[..., None],)
         return out_grad, out, jnp.where(attends, lse, jnp.inf)[..., None], *more
 
     def make_queries(self, *arrays: Array) -> FusedQueries:
-        """Makes what `backward` takes, of arrays that are laid out."""
         query, out_grad, out, *narrow = arrays
         return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
 
     def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
-        """Returns the gradients of nothing but those given."""
         del step
         dtype = accumulation_dtype(queries.query, *keys)
         arrays = {"query": queries.query, **keys._asdict()}
@@ -164,7 +152,6 @@ class Fused(Implementation):
     def backward(
         self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
-        """Adds what the pairs that meet contribute to sums of gradients under way."""
 
         def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
             of = lambda rows, tree: jax.tree.map(lambda array: piece.turn(array[:, rows]), tree)
@@ -182,11 +169,6 @@ class Fused(Implementation):
 
         addends = switch(meeting, differentiate_all, queries, keys)
         return KernelGradients(*map(jnp.add, grads, addends))
-
-    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
-        """Returns the gradients of queries, keys and values."""
-        del weighting  # the kernel's
-        return grads.query, grads.key, grads.value
 
 
 def _pad(array: Array, rows: slice, like: Array, value: float = 0.0) -> Array:

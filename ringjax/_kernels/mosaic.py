@@ -16,11 +16,12 @@ from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
 from ringjax._kernels import tpu
+from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.operands import Given, Stats
 from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
-from ringjax._meeting.protocol import Implementation, KernelGradients, KernelPartial, Request
-from ringjax._meeting.softmax import Keys, Weighting, of_queries
+from ringjax._meeting.protocol import Request
+from ringjax._meeting.softmax import Keys, Weighting, residuals
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -65,7 +66,7 @@ class MosaicQueries(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mosaic(Implementation):
+class Mosaic(KernelImplementation):
     """The implementation by kernels; `interpret` runs them anywhere, slowly, as Pallas takes it."""
 
     interpret: Any = False
@@ -88,7 +89,6 @@ class Mosaic(Implementation):
         """Returns the most rows of tiles of queries and of keys."""
 
     def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
-        """Returns why it cannot serve a request in a branch, None where it can."""
         del branch
         if not self.interpret and (reason := self.obstacle_of_hardware(request)):
             return reason
@@ -108,7 +108,6 @@ class Mosaic(Implementation):
         return rearrange(rows, "B m K (G D) -> B (K G) m D", G=groups or 1)
 
     def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        """Undoes `lay_out`, given the number of key/value heads."""
         del side
         return rearrange(tiles, "B (K G) m D -> B m K (G D)", K=heads)
 
@@ -127,11 +126,6 @@ class Mosaic(Implementation):
         is_member = slots.rows.heads.is_member
         return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
 
-    def start(self, query: Float[Array, "B N T H"], keys: Keys) -> KernelPartial:
-        """Returns the attention on nothing."""
-        row = jnp.zeros_like(query[..., 0], jnp.float32)  # [B, N, T]
-        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
-
     def forward(
         self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: KernelPartial
     ) -> KernelPartial:
@@ -145,21 +139,14 @@ class Mosaic(Implementation):
         out, lse = self.kernels.forward(given, before)
         return KernelPartial(out[:, :, :length], lse[:, :, :length])
 
-    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
-        """Returns the output and the lse of each row."""
-        return partial.out, partial.lse
-
-    def of_queries(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
-        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
-        return of_queries(out, lse, out_grad, lse_grad)
+    def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
+        return residuals(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> MosaicQueries:
-        """Makes what `backward` takes, of arrays that are laid out."""
         query, out_grad, lse, delta = arrays
         return MosaicQueries(query, out_grad, lse[..., 0], delta[..., 0])
 
     def start_gradients(self, queries: MosaicQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
-        """Returns the gradients of nothing but those given."""
         del step
         arrays = {"query": queries.query, **keys._asdict()}
         if given:  # the others begin in the kernels: zeros would be arrays that these read
@@ -169,7 +156,6 @@ class Mosaic(Implementation):
     def backward(
         self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
-        """Adds what the pairs that meet contribute to sums of gradients under way."""
         mask, length, key_length = make_mask(meeting), queries.query.shape[2], keys.key.shape[2]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = MosaicQueries(*(_pad(array, of_queries) for array in queries))
@@ -187,11 +173,6 @@ class Mosaic(Implementation):
         query_grad = self.kernels.backward_queries(given, before(of_queries, grads.query))
         keys_grad = self.kernels.backward_keys(given, before(of_keys, grads.key, grads.value))
         return KernelGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
-
-    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
-        """Returns the gradients of queries, keys and values."""
-        del weighting  # the kernel's
-        return grads.query, grads.key, grads.value
 
     def _tile(self, mask: Any, most_rows: int) -> Any:
         return _tile(mask, most_rows, self.kernels.PARTS)

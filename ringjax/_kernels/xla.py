@@ -13,7 +13,7 @@ from ringjax._kernels import tiles
 from ringjax._kernels.tiles import Gradients, Partial, Queries
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
 from ringjax._meeting.protocol import Implementation, Request
-from ringjax._meeting.softmax import Keys, Weighting, of_queries
+from ringjax._meeting.softmax import Keys, Weighting, residuals
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import OF_TILES
@@ -60,14 +60,14 @@ class Xla(Implementation):
     def finish(self, partial: Partial) -> tuple[Array, Array]:
         return tiles.finish(partial)
 
-    def of_queries(
+    def residuals(
         self,
         out: Float[Array, "*B n N V"],
         lse: Float[Array, "*B n N"],
         out_grad: Float[Array, "*B n N V"],
         lse_grad: Any,
     ) -> tuple[Array, ...]:
-        return of_queries(out, lse, out_grad, lse_grad)
+        return residuals(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> Queries:
         query, out_grad, lse, delta = arrays

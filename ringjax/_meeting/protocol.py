@@ -45,21 +45,6 @@ class Request(NamedTuple):
         return None
 
 
-class KernelPartial(NamedTuple):
-    """The attention on some of the keys, laid out as a kernel has it."""
-
-    out: Float[Array, "*rows V"]
-    lse: Float[Array, "*rows"]
-
-
-class KernelGradients(NamedTuple):
-    """Sums of gradients under way, laid out as a kernel has them; None for those that it begins."""
-
-    query: Float[Array, "*rows H"]
-    key: Float[Array, "*keys H"]
-    value: Float[Array, "*keys V"]
-
-
 class Implementation(abc.ABC):
     """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
 
@@ -108,7 +93,7 @@ class Implementation(abc.ABC):
         """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
 
     @abc.abstractmethod
-    def of_queries(
+    def residuals(
         self,
         out: Float[Array, "*B n N V"],
         lse: Float[Array, "*B n N"],
@@ -119,7 +104,7 @@ class Implementation(abc.ABC):
 
     @abc.abstractmethod
     def make_queries(self, *arrays: Array) -> Any:
-        """Makes what `backward` takes, of queries and what `of_queries` gives, laid out."""
+        """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
 
     @abc.abstractmethod
     def start_gradients(self, queries: Any, keys: Keys, step: Any = 0, **given: Array) -> Any:

@@ -88,7 +88,7 @@ def merge(
 # then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
 
 
-def of_queries(
+def residuals(
     out: Float[Array, "*B n N V"], lse: Float[Array, "*B n N"], out_grad: Float[Array, "*B n N V"], lse_grad: Any
 ) -> tuple[Array, ...]:
     """Returns the cotangent, the lse and the delta of each query, all with a last dimension."""

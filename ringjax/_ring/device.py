@@ -91,10 +91,10 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, jnp.zeros((), dtype)))
     # What the backward of each implementation needs of a query, before any rows are taken.
-    of_queries = {
+    residuals = {
         implementation: [
             _group_heads(array, plan)
-            for array in IMPLEMENTATIONS[implementation].of_queries(out, lse, cotangent, lse_grad)
+            for array in IMPLEMENTATIONS[implementation].residuals(out, lse, cotangent, lse_grad)
         ]
         for implementation in dict.fromkeys(branch.implementation for branch in plan.branches)
     }
@@ -103,9 +103,9 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     grads: Any = []
     for part in plan.parts:
         names = list(dict.fromkeys(branch.implementation for branch in part.branches))
-        queries = arrays[0], *(array for name in names for array in of_queries[name])
+        queries = arrays[0], *(array for name in names for array in residuals[name])
         shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
-        ends = np.cumsum([1] + [len(of_queries[name]) for name in names])
+        ends = np.cumsum([1] + [len(residuals[name]) for name in names])
         of_names = {name: slice(*ends[number : number + 2]) for number, name in enumerate(names)}
         # What nothing is added to travels, and is returned, as the caller has the array.
         is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])

@@ -89,8 +89,8 @@ def add_gradients(
     is_last = [len(part.branches) == 1 and is_one for is_one in is_final]
 
     def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
-        (query, *of_queries), (key, value), documents = arrays
-        tokens = query, *[query, *of_queries][of_names[layout.rows.schedule.implementation]]
+        (query, *residuals), (key, value), documents = arrays
+        tokens = query, *[query, *residuals][of_names[layout.rows.schedule.implementation]]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])

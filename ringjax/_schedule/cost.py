@@ -124,21 +124,21 @@ class Work:
         """Returns the bytes of a slot in the backward."""
         heads, kv_heads = self.heads_of(branch)
         return RowBytes(
-            queries=self.query_row(branch) + self.batch * heads * self._of_queries(branch),
+            queries=self.query_row(branch) + self.batch * heads * self._residual_bytes(branch),
             keys=self.keys_row(branch),
             query_grad=self.batch * heads * self.width * self.sum_itemsize,
             keys_grad=self.batch * kv_heads * (self.width + self.value_width) * self.sum_itemsize,
         )
 
-    def _of_queries(self, branch: BranchSchedule) -> int:
+    def _residual_bytes(self, branch: BranchSchedule) -> int:
         """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
         if branch.traits.takes_output:
             return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
         return self.value_width * self.itemsize + 2 * self.sum_itemsize
 
-    def of_queries(self, branches: Iterable[BranchSchedule]) -> int:
+    def residual_bytes(self, branches: Iterable[BranchSchedule]) -> int:
         """Returns the same for several branches, each of whose implementations has its own."""
-        return sum({branch.implementation: self._of_queries(branch) for branch in branches}.values())
+        return sum({branch.implementation: self._residual_bytes(branch) for branch in branches}.values())
 
 
 def messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
@@ -250,7 +250,7 @@ def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool,
     for direction in directions:
         yield Message(direction, "all_gather", work.batch * sum(tokens) * work.document_itemsize * (size - 1), size)
     if has_gradient:
-        yield exchange("backward", work.width * item + work.of_queries(branches), kv_width * item)
+        yield exchange("backward", work.width * item + work.residual_bytes(branches), kv_width * item)
         yield exchange("backward", work.width * result, kv_width * grad)
 
 

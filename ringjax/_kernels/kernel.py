@@ -1,0 +1,39 @@
+"""What implementations by kernels share: each result of one is an output with its lse, or a finished gradient."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ringjax._meeting.protocol import Implementation
+from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype
+
+
+class KernelPartial(NamedTuple):
+    """The attention on some of the keys, laid out as a kernel has it."""
+
+    out: Float[Array, "*rows V"]
+    lse: Float[Array, "*rows"]
+
+
+class KernelGradients(NamedTuple):
+    """Sums of gradients under way, laid out as a kernel has them; None for those that it begins."""
+
+    query: Float[Array, "*rows H"]
+    key: Float[Array, "*keys H"]
+    value: Float[Array, "*keys V"]
+
+
+class KernelImplementation(Implementation):
+    """An implementation whose kernels divide, scale and take logarithms themselves: nothing is left to finish."""
+
+    def start(self, query: Float[Array, "*rows H"], keys: Keys) -> KernelPartial:
+        row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))
+        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
+
+    def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
+        return partial.out, partial.lse
+
+    def finish_gradients(self, grads: KernelGradients, weighting: Weighting) -> tuple[Array, Array, Array]:
+        del weighting
+        return grads.query, grads.key, grads.value
