@@ -27,7 +27,7 @@ from ringjax._definition.branch import Branch
 from ringjax._forecast.call import choose_block_size
 from ringjax._planner.hlo import permutes
 from ringjax._schedule.cost import Work, messages
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
 LENGTH = 8 * TOKENS

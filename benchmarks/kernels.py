@@ -33,7 +33,7 @@ from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._ring.plan import Plan
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 
 LENGTH, HEADS, WIDTH = 8192, 4, 128
 # The topology of a chip's description, and the products of numbers that its matrix units begin in a cycle.

@@ -33,7 +33,8 @@ from ringjax._meeting.meeting import Meeting, Slots
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.rows import BranchHeads, Rows
 from ringjax._meeting.softmax import Keys, Weighting
-from ringjax._schedule.schedule import BranchSchedule, make_schedule
+from ringjax._schedule.make import make_schedule
+from ringjax._schedule.schedule import BranchSchedule
 
 REHEARSAL = "--rehearse" in sys.argv
 KERNEL = "xla" if REHEARSAL else "cudnn"

@@ -39,7 +39,7 @@ from ringjax._kernels.mosaic import FIRST_JAX
 from ringjax._planner.compiled import compile_forecast
 from ringjax._planner.hlo import bytes_sent
 from ringjax._schedule.cost import Work, messages
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 from ringjax._schedule.strategy import schedules_with
 
 pytestmark = pytest.mark.aot

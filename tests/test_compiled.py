@@ -19,7 +19,7 @@ from ringjax._mesh.placement import Placement
 from ringjax._planner.hlo import permutes
 from ringjax._ring.plan import Plan
 from ringjax._schedule.cost import RowBytes, Work, messages, queries_travel
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 
 HEADS, WIDTH = 2, 6
 FLOAT = 4

@@ -28,7 +28,7 @@ from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._planner.hlo import permutes
 from ringjax._ring.plan import Plan
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 
 PATTERN = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
 STRADDLING = {"segment_lengths": (7, 15), "dilation_rates": (2, 1)}

@@ -22,7 +22,7 @@ from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._ring.plan import Plan
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from ringjax._kernels.tile_list import find_stretches, list_tiles, staying
 from ringjax._meeting.mask import KeyMask, Mask, QueryMask, Visits
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting
-from ringjax._schedule.schedule import make_schedule
+from ringjax._schedule.make import make_schedule
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < FIRST_JAX, reason="the kernels need a newer jax")
 

@@ -21,7 +21,7 @@ from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window,
 from ringjax._forecast.machine import MACHINES, machine_of
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
-from ringjax._planner.planner import compare, mebibytes
+from ringjax._planner.comparison import compare, mebibytes
 from ringjax._schedule.cost import messages
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)

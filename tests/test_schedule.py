@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringjax import DilatedPattern, Segments, Window
-from ringjax._schedule.schedule import BranchSchedule, Leg, make_schedule
+from ringjax._schedule.make import make_schedule
+from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 
 

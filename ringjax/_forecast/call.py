@@ -10,7 +10,8 @@ from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._meeting.protocol import Request
 from ringjax._schedule.cost import Work
-from ringjax._schedule.schedule import MAX_BLOCK_ROWS, BranchSchedule, make_schedule
+from ringjax._schedule.make import MAX_BLOCK_ROWS, make_schedule
+from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
 
 SHARED_BLOCK_ROWS = 128

@@ -11,7 +11,8 @@ from typing import Any
 from ringjax._definition.branch import Branch, Segments, Window
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._forecast.machine import MACHINES
-from ringjax._planner.planner import FEATURES, Comparison, plan
+from ringjax._planner.comparison import Comparison
+from ringjax._planner.planner import FEATURES, plan
 
 _PICTURES = ".png", ".svg", ".pdf"
 _UNITS = {"k": 2**10, "m": 2**20}

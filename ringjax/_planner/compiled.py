@@ -14,8 +14,8 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._forecast.forecast import Forecast
 from ringjax._mesh.device_order import make_mesh
 from ringjax._mesh.mesh import lowered_platform
+from ringjax._planner.comparison import Comparison, mebibytes
 from ringjax._planner.hlo import bytes_sent
-from ringjax._planner.planner import Comparison, mebibytes
 
 # The boxes of chips that there are, by their number: flat, and of the v5p in three dimensions.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}

@@ -15,7 +15,7 @@ from ringjax._forecast.call import Call, recording
 from ringjax._forecast.forecast import forecast, schedules_of
 from ringjax._forecast.machine import Machine, find_machine, machine_of
 from ringjax._mesh.placement import Placement
-from ringjax._planner.planner import Comparison, compare
+from ringjax._planner.comparison import Comparison, compare
 
 _NUMBERS = itertools.count()
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from ringjax._definition.branch import MAX_POSITIONS
 from ringjax._definition.pattern import DilatedPattern
-from ringjax._schedule.schedule import BranchSchedule, make_schedule
+from ringjax._schedule.make import make_schedule
+from ringjax._schedule.schedule import BranchSchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

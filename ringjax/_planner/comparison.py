@@ -1,0 +1,209 @@
+"""The strategies of a call beside each other, as a table, as figures and in a sentence."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from ringjax._definition.pattern import DilatedPattern, Reach
+from ringjax._forecast.call import Call
+from ringjax._forecast.forecast import Forecast, all_forecasts, choose
+from ringjax._forecast.machine import Machine
+from ringjax._kernels.implementation import NAME_OF
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The strategies of a call beside each other; `str` of it is a table.
+
+    Args:
+      call: the call, in integers.
+      machine: the figures of the devices.
+      forecasts: what each strategy takes.
+      best: the one of the least bound of time, which may be of several strategies.
+      has_gradient: whether the gradient is counted.
+      axis_name: the mesh axis of the sequence.
+    """
+
+    call: Call
+    machine: Machine
+    forecasts: tuple[Forecast, ...]
+    best: Forecast
+    has_gradient: bool
+    axis_name: str = "seq"
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table: one for each strategy, of figures."""
+        more = [] if self.best in self.forecasts else [self.best]
+        return [self._row(one) for one in (*self.forecasts, *more)]
+
+    def _row(self, one: Forecast) -> dict[str, Any]:
+        both = one.forward + one.backward
+        legs = [leg for branch in one.branches if branch.strategy == "ring" for leg in branch.key_legs]
+        hops = sum(leg.hops for leg in legs)
+        return {
+            "strategy": one.strategy,
+            "exchange_size": max(branch.exchange_size for branch in one.branches),
+            "hops": hops,
+            "messages": sum(message.times for message in one.messages),
+            "bytes_forward": one.num_bytes("forward"),
+            "bytes_backward": one.num_bytes("backward"),
+            "bytes_between_nodes": sum(
+                message.num_bytes * message.times
+                for message in one.messages
+                if not self.machine.is_inside(message, self.call.num_devices)
+            ),
+            "bytes_held": one.memory,
+            "pairs": one.pairs,
+            "operations": sum(one.operations),
+            "seconds_products": both.products,
+            "seconds_memory": both.memory,
+            "seconds_links_hidden": both.hidden,
+            "seconds_links_exposed": both.exposed,
+            "seconds": both.total,
+        }
+
+    @property
+    def implementations(self) -> list[dict[str, str]]:
+        """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
+        found = []
+        for schedule, branch in zip(self.best.schedules, self.best.branches, strict=True):
+            obstacles = self.call.obstacles(self.best.schedules, schedule)
+            why = "; ".join(f"not {name}: {reason}" for name, reason in obstacles)
+            name = NAME_OF[branch.implementation]
+            found.append({"branch": str(branch.branch), "implementation": name, "why": why})
+        return found
+
+    @functools.cached_property
+    def reach(self) -> Reach:
+        """How many queries see beyond their smallest branch."""
+        return self.call.pattern.reach(self.call.num_queries, self.call.work.num_kv_heads, self.call.is_causal)
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in a sentence."""
+        if not any(one.messages for one in self.forecasts):
+            return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
+        name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
+        worst = max(self.forecasts, key=lambda one: one.seconds)
+        over = f"{worst.seconds / self.best.seconds:.2f}"
+        compared = f'that of "{worst.strategy}" {over} times as long' if over != "1.00" else "no other is much longer"
+        default = ' The default is "ring".' if self.best.strategy != "ring" else ""
+        return f"Take {name}: its bound is {_time(self.best.seconds)}, and {compared}.{default}{self._what_fits()}"
+
+    def _what_fits(self) -> str:
+        """What does not fit the memory of a device, in a sentence; nothing where all does."""
+        memory = f"the {mebibytes(self.machine.memory)} of a device"
+        if self.best.memory > self.machine.memory:
+            return f" None fits {memory}: take more devices, a smaller batch, or a narrower dtype."
+        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory > self.machine.memory]
+        return f" More than {memory} would be held by {', '.join(too_large)}." if too_large else ""
+
+    @property
+    def example(self) -> str:
+        """The call to paste."""
+        call = self.call
+        branches = ", ".join(f"ringjax.{branch}" for branch in call.pattern.branches)
+        usual = DilatedPattern(call.pattern.branches)
+        chosen = {name: getattr(call.pattern, name) for name in ("offsets", "merge", "heads")}
+        choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
+        options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
+        if call.exchange_size is not None and self.best.strategy in ("all_to_all", "auto"):
+            options.append(f"exchange_size={call.exchange_size}")
+        if call.implementation is not None:
+            options.append(f"implementation={call.implementation!r}")
+        if self.axis_name != "seq":
+            options.append(f"axis_name={self.axis_name!r}")
+        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(options)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, for JSON."""
+        return {
+            "device": self.machine.name,
+            "tokens": self.call.num_queries,
+            "devices": self.call.num_devices,
+            "has_gradient": self.has_gradient,
+            "strategies": self.rows,
+            "implementations": self.implementations,
+            "share_that_sees_beyond": self.reach.in_any_head,
+            "share_that_sees_beyond_per_head": float(self.reach.beyond.mean()),
+            "recommended": self.best.strategy,
+            "recommendation": self.recommendation,
+            "call": self.example,
+        }
+
+    def to_json(self) -> str:
+        """Returns all figures in JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def __str__(self) -> str:
+        call, machine = self.call, self.machine
+        what = "forward and gradient" if self.has_gradient else "forward"
+        title = (
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
+            f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.\n"
+            "Times are bounds: products at the peak rate, links at full rate."
+        )
+        columns = {
+            "strategy": "strategy",
+            "exchange": "exchange_size",
+            "hops": "hops",
+            "messages": "messages",
+            "sent forward": "bytes_forward",
+            "backward": "bytes_backward",
+            "between nodes": "bytes_between_nodes",
+            "holds": "bytes_held",
+            "products": "seconds_products",
+            "memory": "seconds_memory",
+            "links hidden": "seconds_links_hidden",
+            "exposed": "seconds_links_exposed",
+            "bound": "seconds",
+        }
+        cells = [list(columns)] + [[_cell(key, row[key]) for key in columns.values()] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        served = [
+            f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
+            for one in self.implementations
+        ]
+        if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
+            served.append(
+                f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
+                f"and {self.reach.beyond.mean():.0%} do in a head on average."
+            )
+        return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
+
+
+def _sizes(call: Call) -> str:
+    work = call.work
+    widths = f"{work.width}" if work.width == work.value_width else f"{work.width} and {work.value_width}"
+    sequences = f"{work.batch} sequence{'s' if work.batch > 1 else ''}"
+    return f"{sequences}, with {work.num_heads} query and {work.local_heads(1)} key/value heads of width {widths}"
+
+
+def compare(call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq") -> Comparison:
+    """Returns the strategies of a call beside each other."""
+    forecasts = tuple(all_forecasts(call, machine, has_gradient))
+    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name)
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _cell(key: str, value: Any) -> str:
+    if key.startswith("seconds"):
+        return _time(value) if value else "-"
+    if key.startswith("bytes"):
+        return mebibytes(value) if value else "-"
+    return str(value)
+
+
+def mebibytes(num_bytes: int) -> str:
+    """Returns a number of bytes in MiB, as a text of four digits at least."""
+    number = num_bytes / 2**20
+    return f"{number:,.0f} MiB" if number >= 1000 else f"{number:.4g} MiB"

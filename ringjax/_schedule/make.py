@@ -1,0 +1,120 @@
+"""Makes the schedules of a call: which way the rows of each branch go, by bytes and then by messages."""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+from ringjax._definition.branch import MAX_POSITIONS, Branch
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.side import Side
+
+MAX_BLOCK_ROWS = 512
+
+
+@functools.lru_cache(maxsize=1024)
+def make_schedule(
+    pattern: DilatedPattern,
+    length: int,
+    num_devices: int,
+    num_kv_heads: int,
+    is_causal: bool = False,
+    max_block_rows: int = MAX_BLOCK_ROWS,
+    key_length: int | None = None,
+    query_offset: int | None = 0,
+    exchange_size: int = 1,
+) -> tuple[BranchSchedule, ...]:
+    """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
+
+    There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
+    where it is known only when the program runs. Of the devices, `exchange_size` make up a shard.
+    """
+    key_length = length if key_length is None else key_length
+    num_shards = num_devices // exchange_size
+    shard_length, key_shard_length = (exchange_size * -(-tokens // num_devices) for tokens in (length, key_length))
+    is_moving = query_offset is None
+    if query_offset is None:  # as far as the last position: what holds there holds everywhere
+        query_offset = MAX_POSITIONS - num_shards * shard_length
+    is_union = pattern.merge == "union" and pattern.heads == "all"
+    # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
+    stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
+    end = max(query_offset + length, key_length)
+    most = max(stop, num_kv_heads, len(pattern.branches))
+    branches = [branch.within(stop, end, most) for branch in pattern.branches]
+    is_general = query_offset > 0 or length != key_length
+
+    def schedule(number: int, branch: Branch) -> BranchSchedule:
+        sides = functools.partial(Side, branch, num_shards=num_shards, max_block_rows=max_block_rows)
+        keys = sides(key_length, key_shard_length, span=key_shard_length)
+        first_token = 0 if is_moving else query_offset
+        queries = sides(length, shard_length, span=shard_length, first_token=first_token, is_moving=is_moving)
+        earlier = tuple(enumerate(branches[:number])) if is_union else ()
+        return _lay_ways(
+            BranchSchedule(
+                branch,
+                number,
+                queries,
+                keys,
+                is_causal=is_causal,
+                is_general=is_general,
+                earlier=earlier,
+                exchange_size=exchange_size,
+            )
+        )
+
+    return tuple(schedule(number, branch) for number, branch in enumerate(branches))
+
+
+def _lay_ways(one: BranchSchedule) -> BranchSchedule:
+    """Returns the schedule with its rings, legs and chunks."""
+    side, branch, num_shards = one.queries, one.branch, one.num_shards
+    if one.is_general:
+        ring = (Leg(1, num_shards - 1),) if num_shards > 1 else ()
+        return dataclasses.replace(one, ring_size=num_shards, key_legs=ring, query_legs=ring)
+    period = branch.period or num_shards * side.shard_length
+    # Shards between two boundaries that are boundaries of segments as well share nothing with the others.
+    ring_size = min(num_shards, math.lcm(period, side.shard_length) // side.shard_length)
+    back, ahead = _seen_across(branch, side)
+    key_legs, query_legs = _legs(1, back, side), _legs(-1, ahead, side)
+    if not one.is_causal:
+        key_legs = query_legs = key_legs + query_legs
+    # By bytes, then by messages; rows of segments that fill shards are seen all round their ring.
+    of_ring = (ring_size - 1) * side.shard_length, ring_size - 1
+    of_legs = back + (0 if one.is_causal else ahead), sum(leg.rotations + 1 for leg in key_legs)
+    if not key_legs:
+        ring_size = 1
+    elif side.is_in_one_segment or of_ring < of_legs:
+        key_legs = query_legs = (Leg(1, ring_size - 1),)
+    one = dataclasses.replace(one, key_legs=key_legs, query_legs=query_legs, ring_size=ring_size)
+    return _cut(one)
+
+
+def _legs(direction: Literal[1, -1], tokens: int, side: Side) -> tuple[Leg, ...]:
+    rotations = max(0, -(-tokens // side.shard_length) - 1)
+    return (Leg(direction, rotations, tokens - rotations * side.shard_length),) if tokens else ()
+
+
+def _seen_across(branch: Branch, side: Side) -> tuple[int, int]:
+    """Returns how many tokens before the boundary of two shards those behind it see at most, and the other way."""
+    back = ahead = 0
+    for shard in range(1, side.num_shards):
+        boundary = min(shard * side.shard_length, side.length)
+        if boundary < side.length:
+            back = max(back, boundary - branch.seen(boundary)[0])
+            ahead = max(ahead, min(branch.seen(boundary - 1)[1] + 1, side.length) - boundary)
+    # Whole rows of residues, where shards are cut into these.
+    unit = branch.modulus if side.shard_length % branch.modulus == 0 else 1
+    return -(-back // unit) * unit, -(-ahead // unit) * unit
+
+
+def _cut(one: BranchSchedule) -> BranchSchedule:
+    """Returns the schedule with shards cut into chunks, and into halves where the work is to be balanced."""
+    branch, side = one.branch, one.queries
+    if one.is_local and branch.period is not None:
+        side = dataclasses.replace(side, chunks="segments")
+    elif branch.modulus > 1 and side.shard_length % branch.modulus == 0:
+        side = dataclasses.replace(side, chunks="residues")
+    if one.is_causal and not one.is_local and one.is_one_segment:
+        side = dataclasses.replace(side, halves=2)
+    return dataclasses.replace(one, queries=side, keys=side)
