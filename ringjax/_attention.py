@@ -26,14 +26,14 @@ from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, r
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.reach_warning import warn_of_reach
 from ringjax._definition.sinks import add_sinks, read_sinks
-from ringjax._forecast.call import make_call, record
+from ringjax._forecast.call import Call, make_call, record
 from ringjax._forecast.forecast import schedules_of
 from ringjax._forecast.machine import machine_of
 from ringjax._kernels.implementation import NAMES, ImplementationName
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting, accumulation_dtype
 from ringjax._mesh.mesh import check_mesh, find_mesh
-from ringjax._mesh.placement import find_placement
+from ringjax._mesh.placement import Placement, find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh
 from ringjax._ring.device import Context
 from ringjax._ring.plan import Plan
@@ -218,16 +218,14 @@ def ring_dilated_attention(
     sinks = read_sinks(sinks, query)
     seed = read_seed(dropout_seed, dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    if scale <= 0:  # below, scales are positive: the sign goes to the keys
-        key, scale = key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0
+    key, scale = _with_positive_scale(key, scale)
     placement = find_placement(query, key, value, mesh, axis_name, spec)
     warn_of_mesh(placement, query, axis_name)
     warn_of_length(placement, query.shape[-3])
-    known_offset = 0 if isinstance(query_offset, Tracer) else int(query_offset)
-    check_positions(placement.length(query), placement.length(key), known_offset)
-    moving_offset = jnp.asarray(query_offset) if isinstance(query_offset, jax.Array | np.ndarray) else None
-    warn_of_reach(pattern, placement.length(query), key.shape[-2], bool(is_causal))
+    fixed_offset, moving_offset = _read_offset(query_offset)
+    lengths = placement.length(query), placement.length(key)
+    check_positions(*lengths, 0 if isinstance(query_offset, Tracer) else int(query_offset))
+    warn_of_reach(pattern, lengths[0], key.shape[-2], bool(is_causal))
     features = {
         "document_ids": document_ids is not None,
         "logits_soft_cap": logits_soft_cap is not None,
@@ -251,8 +249,8 @@ def ring_dilated_attention(
     call = make_call(
         request,
         pattern=pattern,
-        lengths=(placement.length(query), placement.length(key)),
-        query_offset=known_offset if moving_offset is None else None,
+        lengths=lengths,
+        query_offset=fixed_offset,
         num_devices=placement.num_shards,
         batch=math.prod(batch),
         num_heads=num_heads,
@@ -262,26 +260,51 @@ def ring_dilated_attention(
         implementation=implementation,
     )
     record(call, strategy, placement, find_mesh((query, key, value), mesh)[1])
-    branches = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
-    implemented = call.implement(branches, with_warning=True)
-    is_elsewhere = implementation is None and implemented != branches and not placement.is_platform_known
-    plan = Plan(
-        pattern=pattern,
-        branches=implemented,
-        num_kv_heads=key.shape[-2],
-        weighting=Weighting(
-            scale, None if logits_soft_cap is None else float(logits_soft_cap), float(dropout_rate), precision
-        ),
-        placement=placement,
-        broadcast_dropout=bool(broadcast_dropout),
-        elsewhere=branches if is_elsewhere else None,
-    )
+    soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
+    weighting = Weighting(scale, soft_cap, float(dropout_rate), precision)
+    plan = _make_plan(call, strategy, placement, weighting, bool(broadcast_dropout))
     if 0 in query.shape[:-3]:
-        dtype = accumulation_dtype(query, key, value)
-        out, lse = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
+        out, lse = _nothing(query, key, value)
     else:
         out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving_offset), plan)
     return (out, lse) if return_residual else out
+
+
+def _with_positive_scale(key: Array, scale: Any) -> tuple[Array, float]:
+    """Returns keys and the scale of products with them, which is positive from here on: keys take its sign."""
+    scale = 1 / math.sqrt(key.shape[-1]) if scale is None else float(scale)
+    return (key, scale) if scale > 0 else (key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0)
+
+
+def _read_offset(query_offset: Any) -> tuple[int | None, Array | None]:
+    """Returns the position of the first query: as an integer for the schedule, or as an array that programs read."""
+    if isinstance(query_offset, jax.Array | np.ndarray):
+        return None, jnp.asarray(query_offset)
+    return int(query_offset), None
+
+
+def _make_plan(
+    call: Call, strategy: Strategy, placement: Placement, weighting: Weighting, broadcast_dropout: bool
+) -> Plan:
+    """Returns the plan of a call; where nothing says on which platform it will run, for others too."""
+    branches = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
+    implemented = call.implement(branches, with_warning=True)
+    is_elsewhere = call.implementation is None and implemented != branches and not placement.is_platform_known
+    return Plan(
+        pattern=call.pattern,
+        branches=implemented,
+        num_kv_heads=call.work.num_kv_heads,
+        weighting=weighting,
+        placement=placement,
+        broadcast_dropout=broadcast_dropout,
+        elsewhere=branches if is_elsewhere else None,
+    )
+
+
+def _nothing(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    """Returns the results of no batches."""
+    dtype = accumulation_dtype(query, key, value)
+    return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 import ringjax
-from ringjax._mesh.unused import warn_of_whole
+from ringjax._definition.warning import forget
 
 LENGTH, WIDTH = 13, 16
 
@@ -68,14 +68,14 @@ def test_arrays_of_numpy():
 
 
 def test_who_does_not_pad_is_told():
-    warn_of_whole.cache_clear()
+    forget()
     module = make_module(mesh=make_mesh(seq=8))
     words = "8 devices of 'seq' do not divide .* pad tokens once, .*pad_to_mesh"
     with pytest.warns(ringjax.MeshWarning, match=words) as caught:
         out = module(jnp.ones((1, LENGTH, WIDTH), jnp.float32))
     assert [warning.filename for warning in caught] == [__file__]
     assert out.sharding.is_fully_replicated
-    warn_of_whole.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def find_mesh(
     if mesh is not None:
         return mesh, "the argument mesh="
     carried = next(filter(None, map(mesh_of, arrays)), None)
-    if carried is not None:
-        return carried, "the arrays"
+    if carried is not None:  # traced arrays carry the one that is set
+        return carried, "jax.set_mesh" if getattr(carried, "abstract_mesh", carried) == context else "the arrays"
     return (None, "nowhere") if context.empty else (context, "jax.set_mesh")
 
 
