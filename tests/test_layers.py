@@ -146,8 +146,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            is_room = node.module.startswith("ringjax") and (PACKAGE.parent / node.module.replace(".", "/")).is_dir()
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_room else {node.module}
+            is_folder = node.module.startswith("ringjax") and (PACKAGE.parent / node.module.replace(".", "/")).is_dir()
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_folder else {node.module}
     return names
 
 

@@ -306,7 +306,9 @@ def test_what_does_not_fit_is_said_and_not_taken():
     assert min(compare(gathered.call, slow).forecasts, key=lambda one: one.seconds).strategy == "all_gather"
     assert compare(gathered.call, slow).best.strategy != "all_gather"
     none = plan([Segments(2**25)], num_tokens=2**25, mesh=16, **sizes)
-    assert "None fits the 16,384 MiB of a device: take more devices" in none.recommendation
+    alone = plan([Segments(2**22)], num_tokens=2**22, mesh=1, **sizes)
+    for one in (none, alone):
+        assert "None fits the 16,384 MiB of a device: take more devices" in one.recommendation
     assert "MiB" not in plan([Segments(2**18)], num_tokens=2**18, mesh=64, **sizes).recommendation
 
 

@@ -30,9 +30,18 @@ class Factors(NamedTuple):
     in_both: float  # how often that is there
 
 
-ON_GPUS = Factors(1, None, (1, 1), 0.75, 0.2, 0, 1)
-# Kernels for TPUs read heads that lie apart; the vector memory is of 128 MiB.
-ON_TPUS = Factors(128, (0.7, 2.25), (0.7, 1.1), 1.5, _SHARE, 128 * 2**20, 1.3)
+# CPUs are counted as GPUs are.
+ON_GPUS = Factors(lanes=1, laid_out=None, travelling=(1, 1), one_rotation=0.75, share_exchanged=0.2, small=0, in_both=1)
+# Kernels for TPUs read heads that lie apart; the small memory is their vector memory.
+ON_TPUS = Factors(
+    lanes=128,
+    laid_out=(0.7, 2.25),
+    travelling=(0.7, 1.1),
+    one_rotation=1.5,
+    share_exchanged=_SHARE,
+    small=128 * 2**20,
+    in_both=1.3,
+)
 
 
 def peak_bytes(work: Work, branches: Schedules, factors: Factors, has_gradient: bool) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from einops import rearrange
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax._kernels import tiles
 from ringjax._kernels.tiles import Gradients, Partial, Queries
@@ -60,13 +60,7 @@ class Xla(Implementation):
     def finish(self, partial: Partial) -> tuple[Array, Array]:
         return tiles.finish(partial)
 
-    def residuals(
-        self,
-        out: Float[Array, "*B n N V"],
-        lse: Float[Array, "*B n N"],
-        out_grad: Float[Array, "*B n N V"],
-        lse_grad: Any,
-    ) -> tuple[Array, ...]:
+    def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
         return residuals(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> Queries:

@@ -84,7 +84,7 @@ class Comparison:
     def recommendation(self) -> str:
         """The recommendation in a sentence."""
         if not any(one.messages for one in self.forecasts):
-            return 'Nothing has to travel: all strategies do the same, take the default, "ring".'
+            return f'Nothing has to travel: all strategies do the same, take the default, "ring".{self._what_fits()}'
         name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
         worst = max(self.forecasts, key=lambda one: one.seconds)
         over = f"{worst.seconds / self.best.seconds:.2f}"
