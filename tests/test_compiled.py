@@ -1,5 +1,6 @@
 """What eight-device programs compile to: the hops of the schedule, the kept rows alone, memory that shrinks."""
 
+import contextlib
 import itertools
 import time
 
@@ -17,6 +18,8 @@ from ringjax._meeting.meeting import Meeting, Slots, make_mask, see_keys, see_qu
 from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._planner.hlo import permutes
+from ringjax._ring import rule
+from ringjax._ring.device import device_forward
 from ringjax._ring.plan import Plan
 from ringjax._schedule.cost import RowBytes, Work, messages, queries_travel
 from ringjax._schedule.make import make_schedule
@@ -314,3 +317,14 @@ def test_rematerialisation_keeps_the_named_results():
     keep = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
     assert hops(jax.checkpoint(attend, policy=keep)) == hops(attend)
     assert hops(jax.checkpoint(attend)) > hops(attend)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_gradient_traces_the_forward_once(monkeypatch, is_set):
+    traced, mesh, array = [], make_mesh(seq=4), jnp.ones((1, 52, HEADS, WIDTH))
+    counted = lambda *arrays, plan: (traced.append(plan), device_forward(*arrays, plan=plan))[1]
+    monkeypatch.setattr(rule, "device_forward", counted)
+    loss = lambda array: ring_dilated_attention(array, array, array, pattern=[Segments(52)], mesh=mesh).sum()
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        jax.jit(jax.grad(loss)).trace(array)
+    assert len(traced) == 1

@@ -34,6 +34,16 @@ def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[
 
     With a dropout seed, or with an offset for each instance, it is an ordinary vmap instead.
     """
+    # JAX traces a rule's forward beside the function itself, and sets a mesh of no axes where none was set. With that
+    # set in any case, the two have one trace.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        return _map_once(function, inputs, outputs, arrays, plan)
+
+
+@functools.partial(jax.jit, static_argnames=("function", "inputs", "outputs", "plan"), inline=True)
+def _map_once(
+    function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan
+) -> Any:
 
     def run(plan: Plan, *arrays: Array | None) -> Any:
         mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
