@@ -72,10 +72,11 @@ def test_feature_equals_oracle(name):
     check(arrays, make_mesh(AxisType.Explicit, seq=4), **arguments)
 
 
-# Patterns on several tiles of 128 rows, with what is asked for beside them.
+# Patterns on several tiles of 128 rows, or one of very many, with what is asked for beside them.
 TILES = {
     "a band": {"pattern": [Window(200), Segments(400, 2)], "length": 700, "documents": "sorted"},
     "two shards": {"pattern": [Segments(1500)], "length": 1500, "shards": 2, "uses": "lse"},
+    "many rows": {"pattern": [Segments(1024)], "length": 1024, "is_causal": False, "block_size": 1024},
     "all": {
         "pattern": [Segments(300, 2), Window(90, 3)],
         "length": 600,
@@ -88,7 +89,9 @@ TILES = {
 }
 
 
-@pytest.mark.parametrize(("name", "most_entries"), [("a band", 3), ("two shards", None), ("all", None)])
+@pytest.mark.parametrize(
+    ("name", "most_entries"), [("a band", 3), ("two shards", None), ("many rows", None), ("all", None)]
+)
 def test_tiles_equal_oracle(name, most_entries, monkeypatch):
     """Also where scalar memory holds the lists of few tiles only."""
     if most_entries:

@@ -26,7 +26,8 @@ LANES = 128  # the columns of a register
 # The numbers of tiles that may come by in a step, and the most rows of these.
 PARTS = 4, 2, 1
 STEP_ROWS = 2048
-_HALVED_ROWS = 512  # the rows of tiles of queries that are computed in halves
+# With more rows of queries than the first, so many keys are multiplied at once, where no mask cuts the tile.
+_MANY_ROWS, _KEYS_AT_ONCE = 512, 256
 
 Sums = tuple[Array, ...]
 
@@ -53,6 +54,11 @@ def _widen(columns: Any, width: int) -> Any:
     """Makes so many of columns that are all the same."""
     repeat = lambda column: jnp.tile(column, (1, width // LANES)) if width % LANES == 0 else column[:, :1]
     return jax.tree.map(repeat, columns)
+
+
+def _fold_lanes(array: Array) -> Array:
+    """Adds up the registers of a row, lane by lane: [R, LANES]. To add up lanes too, once at the end, is slow."""
+    return functools.reduce(jnp.add, (array[:, lane : lane + LANES] for lane in range(0, array.shape[1], LANES)))
 
 
 def _rows(refs: Any, at: Any) -> Any:
@@ -139,7 +145,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         if before:  # as one key of a weight of one
             lse = _column(before[1][0])
             maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
-            total_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1.0)
+            total_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
             sum_ref[...] = before[0][0]
         else:
             maximum_ref[...] = jnp.full_like(maximum_ref, LEAST)
@@ -150,35 +156,33 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
 
     def attend(columns: Any, part: Any, is_cut: bool) -> None:
-        # In halves of some size, and with nothing else to do, one's weights are made while the other's are multiplied.
-        num_queries = sizes.rows[QUERIES]
-        is_busy = is_cut or weighting.dropout_rate or weighting.logits_soft_cap is not None
-        size = num_queries if is_busy or num_queries != _HALVED_ROWS else num_queries // 2
-        for start in range(0, num_queries, size):
-            attend_from(slice(start, start + size), columns, pl.ds(part * rows, rows), is_cut)
+        is_short = sizes.rows[QUERIES] <= _MANY_ROWS or is_cut or weighting.dropout_rate or rows % _KEYS_AT_ONCE
+        size = rows if is_short else _KEYS_AT_ONCE
+        for start in range(0, rows, size):
+            attend_to(columns, pl.ds(part * rows + start, size), is_cut)
 
-    def attend_from(some: slice, columns: Any, at: Any, is_cut: bool) -> None:
-        scores = _scores(query_ref[0, some, :], key_ref[0, at, :], weighting)  # [Rq, Rk]
-        masks = _widen(columns, rows), _rows(key_mask, at)
+    def attend_to(columns: Any, at: Any, is_cut: bool) -> None:
+        scores = _scores(query_ref[0], key_ref[0, at, :], weighting)  # [Rq, Rk]
+        masks = _widen(columns, at.size), _rows(key_mask, at)
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
         # The maximum is that of exponents of two, and in all lanes.
-        former = maximum_ref[some]
+        former = maximum_ref[...]
         maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
-        weights = jnp.exp2(scores * unit - _widen(maximum, rows))
+        weights = jnp.exp2(scores * unit - _widen(maximum, at.size))
         decay = jnp.exp2(former - maximum)
-        total_ref[some] = decay * total_ref[some] + weights.sum(axis=1, keepdims=True)
-        maximum_ref[some] = maximum
+        total_ref[...] = decay * total_ref[...] + _fold_lanes(weights)
+        maximum_ref[...] = maximum
         if weighting.dropout_rate:
             weights = _drop(weights, masks, weighting)
         added = _multiply(weights.astype(value_ref.dtype), value_ref[0, at, :], (1, 0), weighting)  # [Rq, V]
-        sum_ref[some] = sum_ref[some] * _widen(decay, width) + added
+        sum_ref[...] = sum_ref[...] * _widen(decay, width) + added
 
     _for_parts(step, sizes.parts[KEYS], prepare, attend, has_cut_path=True)
 
     @pl.when(step.is_last)
     def _() -> None:
-        total = total_ref[...]
+        total = jnp.broadcast_to(total_ref[...].sum(axis=1, keepdims=True), total_ref.shape)
         is_empty = total == 0
         out = sum_ref[...] * _widen(jnp.where(is_empty, 0, 1 / total), width)
         out_ref[0] = out.astype(out_ref.dtype)
