@@ -98,9 +98,10 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    with path.open("rb") as file:
-        arrays = np.load(file, allow_pickle=False)  # of .npy files an array
-        return dict(arrays) if isinstance(arrays, Mapping) else arrays
+    if not zipfile.is_zipfile(path):
+        raise ValueError("no arrays by name")
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def _read_torch(path: Path) -> Any:

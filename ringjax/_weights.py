@@ -14,8 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ringjax._definition.arguments import check_arrays, check_causal, check_numbers, check_positions, read_documents
+from ringjax._definition.arguments import check_arrays, check_numbers, check_positions, read_documents
 from ringjax._definition.branch import Branch
+from ringjax._definition.counts import check_causal
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.sinks import read_sinks

@@ -176,7 +176,7 @@ class RingDilatedAttention(linen.Module):
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
-        settings = self._settings(inputs_q.shape[-1])
+        settings = _settings_of(self, inputs_q.shape[-1])
         dense = functools.partial(
             linen.DenseGeneral,
             dtype=self.dtype,
@@ -215,17 +215,6 @@ class RingDilatedAttention(linen.Module):
             name="out",
         )
         return out(attended)  # [..., T, E]
-
-    def _settings(self, in_features: int) -> Settings:
-        return Settings(
-            pattern=read_pattern(
-                self.pattern, self.segment_lengths, self.dilation_rates, self.offsets, self.merge, self.heads
-            ),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            qkv_features=in_features if self.qkv_features is None else self.qkv_features,
-            **{name: getattr(self, name) for name in _SAME_SETTINGS},
-        )
 
     def _dropout_seed(self, deterministic: bool | None, dropout_rng: Any) -> Any:
         if not self.dropout_rate:
@@ -268,3 +257,16 @@ _SAME_SETTINGS = (
     "axis_name",
     "spec",
 )
+
+
+# No method: Flax tabulates what methods return as if that were arrays.
+def _settings_of(module: RingDilatedAttention, in_features: int) -> Settings:
+    return Settings(
+        pattern=read_pattern(
+            module.pattern, module.segment_lengths, module.dilation_rates, module.offsets, module.merge, module.heads
+        ),
+        num_heads=module.num_heads,
+        num_kv_heads=module.num_heads if module.num_kv_heads is None else module.num_kv_heads,
+        qkv_features=in_features if module.qkv_features is None else module.qkv_features,
+        **{name: getattr(module, name) for name in _SAME_SETTINGS},
+    )

@@ -36,7 +36,7 @@ from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimens
 from ringjax import DilatedPattern, Segments, make_mesh, plan, ring_dilated_attention
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
-from ringjax._planner.compiled import compile_forecast
+from ringjax._planner.compiled import compile_forecast, find_devices
 from ringjax._planner.hlo import bytes_sent
 from ringjax._schedule.cost import Work, messages
 from ringjax._schedule.make import make_schedule
@@ -71,7 +71,7 @@ def test_plans_are_compiled_for_the_boxes_that_there_are(device, chips):
     pattern, sizes = [Segments(1024), Segments(4096, 2)], {"num_tokens": 4096, "num_heads": 2}
     comparison = plan(pattern, **sizes, device=device, mesh=chips, has_gradient=False)
     ring = comparison.forecasts[0]
-    compiled = compile_forecast(comparison, ring)
+    compiled = compile_forecast(comparison, ring, find_devices(comparison))
     assert compiled.sent == ring.num_bytes("forward")
     assert compiled.memory > 0
 

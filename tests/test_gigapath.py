@@ -65,7 +65,7 @@ def test_parameters_are_copied_by_no_call(files):
     [
         ("--weights nowhere.pth", "--weights nowhere.pth is no file: give one"),
         ("--weights slide.csv", "--weights slide.csv is of no known kind: give one of .pth, .pt, .safetensors, .npz"),
-        ("--weights broken.npz", "--weights broken.npz cannot be read ("),
+        ("--weights broken.npz", "--weights broken.npz cannot be read (no arrays by name)"),
         ("--weights slide.npz", "the checkpoint has no patch_embed.proj.weight: give the slide encoder's"),
         (
             "--weights code.npz",
@@ -77,6 +77,7 @@ def test_parameters_are_copied_by_no_call(files):
         ("--tiles text.npz", "--tiles text.npz has features of <U1: give real numbers"),
         ("--tiles array.npz", "--tiles array.npz cannot be read (no arrays by name)"),
         ("--weights array.npz", "--weights array.npz cannot be read (no arrays by name)"),
+        ("--weights words.npz", "--weights words.npz cannot be read (no arrays by name)"),
         ("--weights text.safetensors", "--weights text.safetensors cannot be read ("),
         ("--weights model.npz", "the checkpoint has no patch_embed.proj.weight"),
         ("--tile-size 0", "--tile-size 0 must be 1 at least"),
@@ -101,6 +102,7 @@ def test_wrong_input(files, monkeypatch, capsys, options, words):
     np.savez(files / "text.npz", features=np.array([["a"]]), coords=np.ones((1, 2)))
     np.savez(files / "large.npz", features=np.full((4, 24), 1e300), coords=np.ones((4, 2)))
     np.savez(files / "model.npz", model=np.ones(3))
+    (files / "words.npz").write_text("no arrays")
     (files / "text.safetensors").write_text("no tensors")
     with (files / "array.npz").open("wb") as file:
         np.save(file, np.ones(3))

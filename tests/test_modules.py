@@ -361,6 +361,12 @@ def test_linen_modules_are_static_arguments(form):
     assert one == other
 
 
+def test_linen_modules_are_tabulated():
+    """What a module's own methods return is no warning."""
+    module = ringjax.linen.RingDilatedAttention(4, pattern=[Segments(16)])
+    assert "query" in module.tabulate(jax.random.key(0), inputs())
+
+
 def test_the_slot_of_linen():
     module = linen.MultiHeadDotProductAttention(4, attention_fn=ringjax.attention_fn(**PATTERN))
     ours = ringjax.linen.RingDilatedAttention(4, **PATTERN)

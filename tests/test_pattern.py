@@ -238,3 +238,9 @@ def test_both_forms_of_a_pattern_say_the_same():
 def test_patterns_that_are_said_twice_or_not_at_all(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         read_pattern(*arguments)
+
+
+@pytest.mark.parametrize("method", ["reach", "multiplicity", "plot"])
+def test_whether_it_is_causal_is_true_or_false(method, unchecked):
+    with pytest.raises(TypeError, match="is_causal='no' must be True or False"):
+        getattr(DilatedPattern([Segments(4)]), method)(length=8, num_kv_heads=1, is_causal="no")

@@ -188,6 +188,13 @@ def test_the_command_compiles_what_it_states(capsys):
         assert stated == compiled != "0 MiB"
 
 
+def test_the_command_says_first_that_it_cannot_compile(capsys):
+    assert main(["plan", "--heads", "4", "--device", "H100", "--compile"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "ringjax plan: --device 'H100': 8 of them are not there to compile for" in printed.err
+
+
 def test_the_command(capsys, tmp_path):
     arguments = "plan window:4k segments:1M:8 --causal --kv-heads 8 --device v5e --mesh seq=16 data=2 --batch-size 2"
     assert main(arguments.split()) == 0
@@ -340,6 +347,10 @@ def test_explaining_a_call():
     assert "not cudnn: it runs on NVIDIA GPUs" in text
     with pytest.raises(ValueError, match="makes no call of ringjax.ring_dilated_attention"):
         explain(jnp.sin, SHAPE)
+    model = ringjax.RingDilatedAttention(2, 4, pattern=[Segments(8)], is_causal=True, decode=True, rngs=nnx.Rngs(0))
+    model.init_cache((1, 8, 4))
+    with pytest.raises(ValueError, match="^RingDilatedAttention makes no call of .*, nor do steps of decoding"):
+        explain(model, jnp.ones((1, 1, 4)))
 
 
 def test_explaining_a_module_that_was_traced_before():

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, UInt
 
 from ringjax._definition import dropout
 from ringjax._definition.branch import MAX_POSITIONS
-from ringjax._definition.counts import is_integer
+from ringjax._definition.counts import check_causal, is_integer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
@@ -98,16 +98,6 @@ def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation
     if implementation is not None and implementation not in implementations:
         known = ", ".join(map(repr, implementations))
         raise ValueError(f"implementation={implementation!r} is unknown: use one of {known}, or None for the fastest")
-
-
-def check_causal(is_causal: Any) -> None:
-    """Checks whether queries see later keys.
-
-    Raises:
-      TypeError: if that is neither true nor false.
-    """
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal={is_causal!r} must be True or False")
 
 
 def check_positions(length: int, key_length: int, query_offset: int) -> None:

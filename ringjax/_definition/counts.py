@@ -1,7 +1,9 @@
-"""Numbers of things: what they must be, said in one way."""
+"""Numbers of things, and truth values: what they must be, said in one way."""
 
 import numbers
 from typing import Any
+
+import numpy as np
 
 
 def is_integer(number: Any) -> bool:
@@ -17,3 +19,13 @@ def check_count(name: str, number: Any) -> None:
     """
     if not is_integer(number) or number < 1:
         raise ValueError(f"{name}={number!r} must be a positive integer")
+
+
+def check_causal(is_causal: Any) -> None:
+    """Checks whether queries see later keys.
+
+    Raises:
+      TypeError: if that is neither true nor false.
+    """
+    if not isinstance(is_causal, bool | np.bool_):
+        raise TypeError(f"is_causal={is_causal!r} must be True or False")

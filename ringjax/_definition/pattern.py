@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from ringjax._definition.branch import Branch, Segments, spaced_tokens
-from ringjax._definition.counts import check_count, is_integer
+from ringjax._definition.counts import check_causal, check_count, is_integer
 
 Offsets = Literal["interleaved", "blocked", "branch"]
 Merge = Literal["lse", "union"]
@@ -150,6 +150,7 @@ class DilatedPattern:
 
         Raises:
           ValueError: for a number below 1.
+          TypeError: if `is_causal` is neither true nor false.
 
         Example:
           >>> DilatedPattern([Segments(4), Segments(16, rate=8)]).reach(16, num_kv_heads=2).in_any_head
@@ -157,6 +158,7 @@ class DilatedPattern:
         """
         check_count("length", length)
         check_count("num_kv_heads", num_kv_heads)
+        check_causal(is_causal)
         query = spaced_tokens(length)
         beyond, num_keys = np.zeros((2, num_kv_heads, len(query)))
         first, last = min(self.branches, key=lambda branch: branch.extent).seen(query)
@@ -187,7 +189,11 @@ class DilatedPattern:
           is_causal: count only the pairs of which the key's position is not after the query's.
           key_length: the number of keys S; T by default.
           query_offset: the position of the first query; that of the first key is 0.
+
+        Raises:
+          TypeError: if `is_causal` is neither true nor false.
         """
+        check_causal(is_causal)
         query = query_offset + np.arange(length)[:, None]
         key = np.arange(length if key_length is None else key_length)
         count = np.zeros((num_kv_heads, len(query), len(key)), dtype=np.int64)
@@ -220,12 +226,14 @@ class DilatedPattern:
 
         Raises:
           ValueError: for a number below 1, or a head that there is not.
+          TypeError: if `is_causal` is neither true nor false.
           ModuleNotFoundError: without matplotlib, the extra ``plot``.
         """
         counts = {"length": length, "num_kv_heads": num_kv_heads, "num_devices": num_devices}
         for name, number in counts.items():
             if not (name == "num_devices" and number is None):
                 check_count(name, number)
+        check_causal(is_causal)
         if not (is_integer(head) and 0 <= head < num_kv_heads):
             raise ValueError(f"head={head!r} must be one of the num_kv_heads={num_kv_heads} heads, from 0 on")
         from ringjax._planner.pictures import plot_pattern  # noqa: PLC0415 - which needs matplotlib, an extra

@@ -152,12 +152,14 @@ def _in_flags(message: str) -> str:
 
 def print_plan(options: argparse.Namespace) -> None:
     """Prints the comparison, or draws it."""
-    comparison = _compare(options)
-    print(comparison.to_json() if options.json else comparison)
+    comparison, devices = _compare(options), None
     if options.compile:
-        from ringjax._planner.compiled import print_compiled  # noqa: PLC0415  # needs devices, or plugins that describe them
+        from ringjax._planner import compiled  # noqa: PLC0415  # needs devices, or plugins that describe them
 
-        print_compiled(comparison, options.target_config)
+        devices = compiled.find_devices(comparison, options.target_config)
+    print(comparison.to_json() if options.json else comparison)
+    if devices is not None:
+        compiled.print_compiled(comparison, devices)
     if options.plot:
         from ringjax._planner.pictures import plot_plans  # noqa: PLC0415  # matplotlib is an extra
 

@@ -29,19 +29,46 @@ class Compiled(NamedTuple):
     memory: int
 
 
-def compile_forecast(comparison: Comparison, one: Forecast, target: str | None = None) -> Compiled:
-    """Returns what a compiler makes of a strategy.
+def find_devices(comparison: Comparison, target: str | None = None) -> list[Any]:
+    """Returns devices to compile for: those that are there, or those that a plugin of jax describes.
 
     Args:
-      comparison: the comparison that the forecast is of.
-      one: the forecast.
+      comparison: the comparison, which says how many of which.
       target: a file that describes a GPU to XLA, where that is not there.
 
     Raises:
       ValueError: if the devices can neither be found nor described.
     """
-    call, work, machine = comparison.call, comparison.call.work, comparison.machine
-    devices = _devices(machine.platform, machine.name, call.num_devices, machine.node_size, target)
+    machine, count, found = comparison.machine, comparison.call.num_devices, jax.devices()
+    platform, name = machine.platform, machine.name
+    if lowered_platform(found[0].platform) == platform and len(found) >= count:
+        return found[:count]
+    size = min(machine.node_size, count)
+    boxes = _DEEP if name == "v5p" else _FLAT
+    reason = ""
+    try:
+        if platform == "tpu" and count in boxes:
+            host = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
+            return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{boxes[count]}", **host).devices
+        if platform == "cuda" and target is not None and count % size == 0:
+            topology = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=name.lower(),
+                topology=f"1x{count // size}x{size}",
+                target_config=Path(target).read_text(),
+            )
+            return topology.devices
+    except (RuntimeError, UnicodeDecodeError) as error:  # no plugin, or one that cannot read the description
+        reason = f" ({str(error).splitlines()[0]})"
+    raise ValueError(
+        f"device={name!r}: {count} of them are not there to compile for{reason}; for TPUs install jax[tpu] and take "
+        f"one of {', '.join(map(str, boxes))} chips, for GPUs install jax's CUDA plugin and give --target-config"
+    )
+
+
+def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) -> Compiled:
+    """Returns what a compiler makes of a strategy, for the devices of its comparison."""
+    call, work = comparison.call, comparison.call.work
     mesh = make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices)
     sharding = NamedSharding(mesh, P(None, "seq"))
     length = -(-call.num_queries // len(devices)) * len(devices)
@@ -74,11 +101,11 @@ def compile_forecast(comparison: Comparison, one: Forecast, target: str | None =
     return Compiled(sum(bytes_sent(str(compiled.as_text())).values()), int(getattr(memory, "peak_memory_in_bytes", 0)))
 
 
-def print_compiled(comparison: Comparison, target: str | None = None) -> None:
+def print_compiled(comparison: Comparison, devices: list[Any]) -> None:
     """Prints, for each strategy, what was stated beside what was compiled."""
     lines: list[tuple[str, ...]] = [("strategy", "stated to be sent", "compiled", "stated to be held", "compiled")]
     for one in comparison.forecasts:
-        found = compile_forecast(comparison, one, target)
+        found = compile_forecast(comparison, one, devices)
         stated = one.num_bytes("forward") + one.num_bytes("backward")
         numbers = stated, found.sent, one.memory, found.memory
         lines.append((one.strategy, *map(mebibytes, numbers)))
@@ -86,31 +113,3 @@ def print_compiled(comparison: Comparison, target: str | None = None) -> None:
     print()
     for first, *rest in lines:
         print("  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]))
-
-
-def _devices(platform: str, name: str, count: int, node_size: int, target: str | None) -> list[Any]:
-    """Returns devices to compile for: those that are there, or those that a plugin of jax describes."""
-    found = jax.devices()
-    if lowered_platform(found[0].platform) == platform and len(found) >= count:
-        return found[:count]
-    size = min(node_size, count)
-    boxes = _DEEP if name == "v5p" else _FLAT
-    reason = ""
-    try:
-        if platform == "tpu" and count in boxes:
-            host = {"chips_per_host_bounds": [1, 1, 1]} if count == 1 else {}
-            return topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{boxes[count]}", **host).devices
-        if platform == "cuda" and target is not None and count % size == 0:
-            topology = topologies.get_topology_desc(
-                platform="cuda",
-                topology_name=name.lower(),
-                topology=f"1x{count // size}x{size}",
-                target_config=Path(target).read_text(),
-            )
-            return topology.devices
-    except (RuntimeError, UnicodeDecodeError) as error:  # no plugin, or one that cannot read the description
-        reason = f" ({str(error).splitlines()[0]})"
-    raise ValueError(
-        f"device={name!r}: {count} of them are not there to compile for{reason}; for TPUs install jax[tpu] and take "
-        f"one of {', '.join(map(str, boxes))} chips, for GPUs install jax's CUDA plugin and give --target-config"
-    )

@@ -91,7 +91,10 @@ def explain(
         jax.eval_shape(call, *arrays)
         forget()
     if not calls:
-        raise ValueError(f"function={function!r} makes no call of ringjax.ring_dilated_attention: nothing to explain")
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"{name} makes no call of ringjax.ring_dilated_attention, nor do steps of decoding: nothing to explain"
+        )
     found: dict[Any, list[Any]] = {}
     for one in calls:
         found.setdefault((*_key(one[0]), *one[1:]), []).append(one)
