@@ -19,11 +19,12 @@ from benchmarks.environment import run_module
 from benchmarks.timing import save, time_in_turns
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._definition.branch import Branch
-from ringjax._forecast.call import Call, recording
+from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import forecast
 from ringjax._forecast.machine import MACHINES
 from ringjax._planner.hlo import bytes_sent
 from ringjax._planner.measure import measure
+from ringjax._recording import recording
 from ringjax._schedule.strategy import exchange_sizes
 
 COLLECTIVES = {
@@ -136,9 +137,9 @@ def compiled_bytes(one: Configuration) -> dict[str, int]:
 
 def call_of(one: Configuration) -> Call:
     """Returns the call in integers."""
-    with recording() as calls:
+    with recording() as records:
         jax.eval_shape(lambda *arrays: one.attend(*arrays[:3]), *one.shapes())
-    return calls[0][0]
+    return records[0].call
 
 
 def stated_bytes(one: Configuration) -> dict[str, int]:

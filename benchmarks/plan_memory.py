@@ -21,9 +21,9 @@ from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import Segments, Window, make_mesh, ring_dilated_attention
 from ringjax._definition.branch import Branch
-from ringjax._forecast.call import recording
 from ringjax._forecast.forecast import forecast
 from ringjax._forecast.machine import MACHINES
+from ringjax._recording import recording
 
 CHIPS = {"8 H100s": "H100", "v5e:2x4": "v5e"}
 # The tokens of a device. TPUs compute with the fewer ones in their vector memory, and how much of them lies in both
@@ -71,10 +71,10 @@ def peaks(topology: str, options: dict[str, Any]) -> tuple[float, float]:
     attend = lambda *arrays: ring_dilated_attention(*arrays, **named, mesh=mesh)
     arrays = [shape(count) for count in (heads[0], heads[1], heads[1])]
     with jax.enable_x64(False):
-        with recording() as calls:
+        with recording() as records:
             jax.eval_shape(attend, *arrays)
         lowered = jax.jit(lambda grad, *arrays: jax.vjp(attend, *arrays)[1](grad)).lower(shape(heads[0]), *arrays)
-    call = calls[0][0]
+    call = records[0].call
     counted = forecast(call, options["strategy"], call.schedules(options["strategy"]), MACHINES[CHIPS[topology]])
     flags: Any = dict(OVERLAP) if topology == "8 H100s" else {}
     compiled: Any = lowered.compile(flags).memory_analysis()

@@ -26,7 +26,7 @@ from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, r
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.reach_warning import warn_of_reach
 from ringjax._definition.sinks import add_sinks, read_sinks
-from ringjax._forecast.call import Call, make_call, record
+from ringjax._forecast.call import Call, make_call
 from ringjax._forecast.forecast import schedules_of
 from ringjax._forecast.machine import machine_of
 from ringjax._kernels.implementation import NAMES, ImplementationName
@@ -35,6 +35,7 @@ from ringjax._meeting.softmax import Weighting, accumulation_dtype
 from ringjax._mesh.mesh import check_mesh, find_mesh
 from ringjax._mesh.placement import Placement, find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh
+from ringjax._recording import Record, record
 from ringjax._ring.device import Context
 from ringjax._ring.plan import Plan
 from ringjax._ring.rule import ring_attention
@@ -259,7 +260,7 @@ def ring_dilated_attention(
         exchange_size=None if exchange_size is None else int(exchange_size),
         implementation=implementation,
     )
-    record(call, strategy, placement, find_mesh((query, key, value), mesh)[1])
+    record(Record(call, strategy, placement, find_mesh((query, key, value), mesh)[1]))
     soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
     weighting = Weighting(scale, soft_cap, float(dropout_rate), precision)
     plan = _make_plan(call, strategy, placement, weighting, bool(broadcast_dropout))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
-from ringjax._decoding.decode import Decoder
+from ringjax._decoding.decode import Decoder, make_decoder
 from ringjax._definition.arguments import check_choices, check_numbers, read_order
 from ringjax._definition.counts import check_count, is_integer
 from ringjax._definition.pattern import DilatedPattern
@@ -224,7 +224,7 @@ class Settings:
     def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
         placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)
         weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap, precision=self.precision)
-        return Decoder(self.pattern, self.num_kv_heads, weighting, placement)
+        return make_decoder(self.pattern, self.num_kv_heads, weighting, placement)
 
 
 def check_prefill(prefill: bool, decode: bool) -> None:

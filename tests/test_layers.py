@@ -104,7 +104,8 @@ FOLDERS = {
     "": (
         {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_ring", "_decoding", "_forecast"},
         {
-            "_attention": set(),
+            "_recording": set(),
+            "_attention": {"_recording"},
             "_attention_fn": {"_attention"},
             "_weights": set(),
             "_heads": {"_attention"},
@@ -113,7 +114,7 @@ FOLDERS = {
         },
     ),
     "_planner": (
-        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_forecast", "_attention"},
+        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_forecast", "_attention", "_recording"},
         {
             "hlo": set(),
             "measure": set(),

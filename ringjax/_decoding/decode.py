@@ -46,25 +46,26 @@ class _Branch(NamedTuple):
         return attends & is_key[:, None]
 
 
+def make_decoder(pattern: DilatedPattern, num_kv_heads: int, weighting: Weighting, placement: Placement) -> "Decoder":
+    """Returns what decodes; heads that their mesh axes do not cut alike are computed by all devices."""
+    is_cut = pattern.heads == "all" and placement.heads == placement.kv_heads
+    return Decoder(pattern, num_kv_heads, weighting, placement if is_cut else placement._replace(heads=(), kv_heads=()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """All that is static in decoding; heads that their mesh axes do not cut alike are computed by all devices."""
+    """All that is static in decoding."""
 
     pattern: DilatedPattern
     num_kv_heads: int
     weighting: Weighting
     placement: Placement
 
-    @property
-    def _placement(self) -> Placement:
-        is_cut = self.pattern.heads == "all" and self.placement.heads == self.placement.kv_heads
-        return self.placement if is_cut else self.placement._replace(heads=(), kv_heads=())
-
     @functools.partial(jax.jit, static_argnums=0)
     def prefill(self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], cache: Cache) -> Cache:
         """Returns the cache after the first T tokens, which lie on the mesh as the placement says."""
-        length = self.placement.length(key)
-        placement = self._placement
+        placement = self.placement
+        length = placement.length(key)
 
         def fill(key: Array, value: Array, *caches: Array) -> tuple[Array, ...]:
             keys, values = _halves(caches)
@@ -133,7 +134,7 @@ class Decoder:
 
     @functools.partial(jax.jit, static_argnums=0)
     def _step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Array | None) -> tuple[Array, Cache]:
-        placement = self._placement
+        placement = self.placement
 
         def attend(query: Array, key: Array, value: Array, length: Array, *caches: Array) -> tuple[Array, ...]:
             return self._attend(query, key, value, length, *_halves(caches))
@@ -152,7 +153,7 @@ class Decoder:
 
     def _branches(self, sizes: Any) -> Iterator[_Branch]:
         """The branches on this shard, given the number of rows of the cache of each."""
-        placement = self._placement
+        placement = self.placement
         shards = jax.lax.axis_size(placement.heads)
         first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
         shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)

@@ -1,10 +1,6 @@
 """A call in integers: what it asks for, and the schedules with which each strategy would serve it."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import implement, obstacle, obstacles
@@ -164,24 +160,3 @@ def make_call(
         request=request,
         work=work,
     )
-
-
-_RECORDED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("recorded", default=None)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Any]]:
-    """Gives a list of what is recorded inside: each call, its strategy, its placement, and where its mesh is from."""
-    calls: list[Any] = []
-    token = _RECORDED.set(calls)
-    try:
-        yield calls
-    finally:
-        _RECORDED.reset(token)
-
-
-def record(*what: Any) -> None:
-    """Records a call, if anybody wants to know."""
-    calls = _RECORDED.get()
-    if calls is not None:
-        calls.append(what)

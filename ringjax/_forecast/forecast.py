@@ -159,8 +159,7 @@ def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: 
     own = branch_messages(work, branch, direction == "backward")
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
-    num_meetings = 1 + max((leg.hops for leg in branch.key_legs), default=0)
-    num_meetings = 1 if branch.strategy == "all_gather" else num_meetings
+    num_meetings = 1 if branch.is_gathered else 1 + max((leg.hops for leg in branch.key_legs), default=0)
     products = _operations(work, branch, direction) / machine.rate(work.itemsize)
     memory = _bytes_moved(work, branch, num_meetings, direction) / machine.memory_bandwidth
     # Sums are read and written between products; what comes is computed with last, when it is there.
@@ -187,7 +186,7 @@ def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, directio
     """The bytes that memory reads and writes: operands and sums in each meeting, and rows that are taken and put."""
     row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
     # What is gathered is written before it is read.
-    gathered = 2 * branch.gather_size if branch.strategy == "all_gather" else 1
+    gathered = 2 * branch.gather_size if branch.is_gathered else 1
     queries, keys = branch.queries.num_slots, branch.keys.num_slots * gathered
     tokens = branch.queries.shard_length * work.batch * work.num_heads // branch.exchange_size * work.sum_itemsize
     if direction == "forward":

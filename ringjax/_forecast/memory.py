@@ -85,7 +85,7 @@ def _share(branch: BranchSchedule, factors: Factors) -> float:
     exchanges_tokens = branch.exchange_size > 1 and not branch.exchanges_rows
     if branch.is_local:
         return factors.share_exchanged if exchanges_tokens else _SHARE
-    return _SHARE_GATHERED if exchanges_tokens or branch.strategy == "all_gather" else _SHARE
+    return _SHARE_GATHERED if exchanges_tokens or branch.is_gathered else _SHARE
 
 
 class _Kept(NamedTuple):
@@ -119,7 +119,7 @@ class _Kept(NamedTuple):
     def _computing(self) -> float:
         if self.branch.is_local:
             return self._local()
-        if self.branch.strategy == "all_gather":
+        if self.branch.is_gathered:
             return self._gathered()
         return self._travelling() * self.factors.travelling[self.has_gradient]
 

@@ -220,9 +220,7 @@ def _obstacle_of_branch(branch: BranchSchedule, request: Request) -> str | None:
     reasons = {
         "queries and keys lie at different positions": branch.is_general,
         f"{name} of a union leaves out pairs of earlier branches": branch.earlier,
-        f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": (
-            branch.strategy == "all_gather" and not branch.is_local
-        ),
+        f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": branch.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
         f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
             (is_strided and not branch.is_dense) or (branch.is_balanced and side.num_rows != side.num_slots)

@@ -180,7 +180,7 @@ class Meeting(NamedTuple):
     @property
     def is_only(self) -> bool:
         """Whether the rows of queries meet no others."""
-        return self.branch.is_local or self.branch.strategy == "all_gather"
+        return self.branch.is_local or self.branch.is_gathered
 
     @property
     def is_all(self) -> bool:

@@ -152,18 +152,19 @@ def _in_flags(message: str) -> str:
 
 def print_plan(options: argparse.Namespace) -> None:
     """Prints the comparison, or draws it."""
-    comparison, devices = _compare(options), None
+    comparison, more = _compare(options), []
     if options.compile:
-        from ringjax._planner import compiled  # noqa: PLC0415  # needs devices, or plugins that describe them
+        from ringjax._planner.compiled import find_devices, print_compiled  # noqa: PLC0415  # needs them, or plugins
 
-        devices = compiled.find_devices(comparison, options.target_config)
+        devices = find_devices(comparison, options.target_config)  # before anything is printed
+        more.append(lambda: print_compiled(comparison, devices))
     print(comparison.to_json() if options.json else comparison)
-    if devices is not None:
-        compiled.print_compiled(comparison, devices)
     if options.plot:
         from ringjax._planner.pictures import plot_plans  # noqa: PLC0415  # matplotlib is an extra
 
-        plot_plans(lambda **sizes: _compare(options, **sizes), options.plot)
+        more.append(lambda: plot_plans(lambda **sizes: _compare(options, **sizes), options.plot))
+    for one in more:
+        one()
 
 
 def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_devices: int | None = None) -> Comparison:

@@ -11,11 +11,11 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._definition.warning import forget
-from ringjax._forecast.call import Call, recording
+from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import forecast, schedules_of
 from ringjax._forecast.machine import Machine, find_machine, machine_of
-from ringjax._mesh.placement import Placement
 from ringjax._planner.comparison import Comparison, compare
+from ringjax._recording import Record, recording
 
 _NUMBERS = itertools.count()
 
@@ -85,26 +85,23 @@ def explain(
 
     # What was traced before would not be traced again, and nothing recorded: but under metadata of its own it is.
     own = set_xla_metadata(explanation=str(next(_NUMBERS)))
-    with recording() as calls, warnings.catch_warnings(record=True) as caught, own:
+    with recording() as records, warnings.catch_warnings(record=True) as caught, own:
         warnings.simplefilter("always")
         forget()  # what is warned of once: here it is warned of again, and to who calls after this
         jax.eval_shape(call, *arrays)
         forget()
-    if not calls:
+    if not records:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
             f"{name} makes no call of ringjax.ring_dilated_attention, nor do steps of decoding: nothing to explain"
         )
-    found: dict[Any, list[Any]] = {}
-    for one in calls:
-        found.setdefault((*_key(one[0]), *one[1:]), []).append(one)
-    compared, places = [], []
-    for one, strategy, placement, source in (same[0] for same in found.values()):
-        compared.append(_compare(one, strategy, placement, device))
-        places.append(_place(one, placement, source))
-    counted = zip(compared, map(len, found.values()), strict=True)
+    found: dict[Any, list[Record]] = {}
+    for one in records:
+        found.setdefault((*_key(one.call), *one[1:]), []).append(one)
+    calls = tuple((_compare(same[0], device), len(same)) for same in found.values())
+    places = tuple(_place(same[0]) for same in found.values())
     texts = dict.fromkeys(str(warning.message) for warning in caught)
-    return Explanation(tuple(counted), tuple(places), tuple(texts))
+    return Explanation(calls, places, tuple(texts))
 
 
 def _key(call: Call) -> tuple[Any, ...]:
@@ -114,14 +111,16 @@ def _key(call: Call) -> tuple[Any, ...]:
     return *fields.values(), *(str(array.dtype) for array in request[:3]), request[3:]
 
 
-def _compare(call: Call, strategy: str, placement: Placement, device: str | Machine | None) -> Comparison:
+def _compare(record: Record, device: str | Machine | None) -> Comparison:
+    call, strategy, placement, _ = record
     machine = machine_of(placement.platform, placement.device_kind) if device is None else find_machine(device)
     comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
     own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, machine), machine)
     return dataclasses.replace(comparison, forecasts=(own, *comparison.forecasts))
 
 
-def _place(call: Call, placement: Placement, source: str) -> str:
+def _place(record: Record) -> str:
+    call, _, placement, source = record
     if placement.axis_name is None:
         where = "no mesh" if source == "nowhere" else f"the mesh from {source} has no sequence axis"
         return f"{where}: one device computes all {call.num_queries:,} tokens"

@@ -149,7 +149,7 @@ def messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: boo
 
 def branch_messages(work: Work, branch: BranchSchedule, has_gradient: bool) -> list[Message]:
     """Returns what each device sends in one branch, beside what is exchanged."""
-    of_strategy = _of_gather if branch.strategy == "all_gather" else _of_ring
+    of_strategy = _of_gather if branch.is_gathered else _of_ring
     return [message for message in of_strategy(work, branch, has_gradient) if message.num_bytes]
 
 

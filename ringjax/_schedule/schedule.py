@@ -95,6 +95,11 @@ class BranchSchedule:
         return not self.key_legs
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether keys of other shards come at once."""
+        return self.strategy == "all_gather" and not self.is_local
+
+    @property
     def is_closed(self) -> bool:
         """Whether rows go all the way round their ring."""
         return not any(leg.halo for leg in self.key_legs)
