@@ -30,11 +30,12 @@ FOLDERS = {
     "_schedule": (
         {"_definition"},
         {
+            "heads": set(),
             "side": set(),
             "traits": set(),
             "schedule": {"side", "traits"},
             "make": {"schedule", "side"},
-            "cost": {"schedule", "side"},
+            "cost": {"heads", "schedule", "side"},
             "strategy": {"schedule"},
         },
     ),

@@ -18,6 +18,7 @@ from ringjax._meeting.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._ring.exchange import Exchange
 from ringjax._ring.ways import Ways
+from ringjax._schedule.heads import HeadParts
 from ringjax._schedule.schedule import BranchSchedule
 
 
@@ -75,8 +76,8 @@ class Plan:
     # Heads are cut over axes of the mesh first, then over the members of a shard.
 
     @property
-    def _num_head_parts(self) -> int:
-        return jax.lax.axis_size(self.placement.heads) * self.exchange_size
+    def _head_parts(self) -> HeadParts:
+        return HeadParts(self.num_kv_heads, jax.lax.axis_size(self.placement.heads) * self.exchange_size)
 
     @property
     def _head_part(self) -> Any:
@@ -88,12 +89,12 @@ class Plan:
     @property
     def first_head(self) -> Any:
         """The global number of this device's first key/value head."""
-        return self._head_part * self.num_kv_heads // self._num_head_parts
+        return self._head_parts.first(self._head_part)
 
     @property
     def local_heads(self) -> int:
         """The number of key/value heads that this device's queries use."""
-        return max(1, self.num_kv_heads // self._num_head_parts)
+        return self._head_parts.size
 
     def rows(self, branch: BranchSchedule) -> Rows:
         """Returns the rows of queries that this shard keeps."""
@@ -121,13 +122,12 @@ class Plan:
         Members are heads in `numbers`. A shard that has fewer members than others also names heads that are none. The
         last result is None where all heads are members.
         """
-        local, shards = self.local_heads, self._num_head_parts
-        if shards == 1:  # known beforehand, and folded where it is used
+        heads = self._head_parts
+        if heads.parts == 1:  # known beforehand, and folded where it is used
             return numbers.start, np.array(numbers), None
-        begins = [shard * self.num_kv_heads // shards for shard in range(shards)]
-        counts = [min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins]
+        counts = heads.count(numbers)
         most = max(counts)
-        first = jnp.clip(numbers.start - self.first_head, 0, local - most)
+        first = jnp.clip(numbers.start - self.first_head, 0, heads.size - most)
         head = self.first_head + first + jnp.arange(most, dtype=jnp.int32)
         is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
         return first, head, is_member

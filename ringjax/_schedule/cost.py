@@ -12,6 +12,7 @@ import numpy as np
 
 from ringjax._definition.branch import spaced_tokens
 from ringjax._definition.pattern import DilatedPattern
+from ringjax._schedule.heads import HeadParts
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 
@@ -84,7 +85,7 @@ class Work:
 
     def local_heads(self, exchange_size: int) -> int:
         """Returns the key/value heads that the queries of a device use."""
-        return max(1, self.num_kv_heads // (self.head_parts * exchange_size))
+        return self._parts(exchange_size).size
 
     def repeats_heads(self, exchange_size: int) -> bool:
         """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
@@ -92,17 +93,18 @@ class Work:
 
     def heads_of(self, branch: BranchSchedule) -> tuple[int, int]:
         """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
-        local, numbers = self.local_heads(branch.exchange_size), self._numbers(branch)
-        parts = self.head_parts * branch.exchange_size
-        begins = {part * self.num_kv_heads // parts for part in range(parts)}
-        most = max(min(begin + local, numbers.stop) - max(begin, numbers.start) for begin in begins)
-        return self.num_heads // branch.exchange_size // local * most, most
+        parts = self._parts(branch.exchange_size)
+        most = max(parts.count(self._numbers(branch)))
+        return self.num_heads // branch.exchange_size // parts.size * most, most
 
     def num_classes(self, branch: BranchSchedule) -> int:
         """Returns how many classes of heads there are, whose rows are not the same."""
         branches, heads = [(branch.number, branch.branch), *branch.earlier], np.asarray(self._numbers(branch))
         offset = lambda number, one: self.pattern.offset(heads, one.offset_rate, self.num_kv_heads, number)
         return np.unique(np.stack([offset(*one) for one in branches]), axis=1).shape[1]
+
+    def _parts(self, exchange_size: int) -> HeadParts:
+        return HeadParts(self.num_kv_heads, self.head_parts * exchange_size)
 
     def _numbers(self, branch: BranchSchedule) -> range:
         return self.pattern.heads_of(branch.number, self.num_kv_heads)
