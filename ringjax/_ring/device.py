@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.implementation import IMPLEMENTATIONS
@@ -102,15 +101,12 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     earlier: Any = lse, cotangent, lse_grad
     grads: Any = []
     for part in plan.parts:
-        names = list(dict.fromkeys(branch.implementation for branch in part.branches))
-        queries = arrays[0], *(array for name in names for array in residuals[name])
+        queries = arrays[0], {branch.implementation: residuals[branch.implementation] for branch in part.branches}
         shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
-        ends = np.cumsum([1] + [len(residuals[name]) for name in names])
-        of_names = {name: slice(*ends[number : number + 2]) for number, name in enumerate(names)}
         # What nothing is added to travels, and is returned, as the caller has the array.
         is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
         is_final = is_alone, *2 * [is_alone and num_copies == 1]
-        of_part = add_gradients(part, shard, of_names, zero, earlier, is_final)
+        of_part = add_gradients(part, shard, zero, earlier, is_final)
         narrow = lambda grad, array, is_final: grad.astype(array.dtype) if is_final else grad
         of_query, *of_keys = map(narrow, of_part, arrays, is_final)
         earlier = _leave(part, (of_query,), tuple(of_keys), arrays, (0.0, 0.0, 0.0))
@@ -121,7 +117,7 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
 
 def _enter(
     part: Plan,
-    queries: tuple[Array, ...],
+    queries: tuple[Any, ...],
     keys: tuple[Array, ...],
     context: Context,
     batch_shape: tuple[Any, ...],
@@ -134,9 +130,9 @@ def _enter(
         if part.rows_exchanged is not None:
             queries, keys = jax.tree.map(part.rows_exchanged.take, (queries, keys))
         documents = exchange.gather(after(documents, earlier))
-        spread = (*map(exchange.spread_queries, queries), *map(exchange.spread_keys, keys))
-        moved = exchange.to_heads(after(spread, (documents, earlier)))
-        queries, keys = moved[: len(queries)], moved[len(queries) :]
+        spread = jax.tree.map(exchange.spread_queries, queries), jax.tree.map(exchange.spread_keys, keys)
+        leaves, tree = jax.tree.flatten(after(spread, (documents, earlier)))
+        queries, keys = tree.unflatten(exchange.to_heads(leaves))
     noise = part.noise(context.seed, batch_shape, num_heads)
     return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
 

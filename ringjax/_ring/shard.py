@@ -27,11 +27,11 @@ BY_STRATEGY: dict[str, Any] = {"ring": ring, "all_gather": gather}
 class Shard(NamedTuple):
     """What a shard computes with: its tokens, their documents and what dropout is drawn from.
 
-    `queries` has the queries and what belongs to them, of `groups` heads for each key/value head side by side, `keys`
-    the keys and values.
+    `queries` has the queries, of `groups` heads for each key/value head side by side, and in the backward what it needs
+    of them by the name of the implementation; `keys` has the keys and values.
     """
 
-    queries: tuple[Array, ...]
+    queries: tuple[Any, ...]
     keys: tuple[Array, ...]
     documents: tuple[Array | None, ...]
     noise: Noise | None
@@ -78,9 +78,7 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bo
     return add_branches(attend, addition, shard.arrays, total, part, earlier)
 
 
-def add_gradients(
-    part: Plan, shard: Shard, of_names: dict[str, slice], zero: Array, earlier: Any, is_final: Sequence[bool]
-) -> Any:
+def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, is_final: Sequence[bool]) -> Any:
     """Returns the gradients of all branches in a part, by heads side by side.
 
     They are of the dtype of `zero`. To those of queries, keys and values that are `is_final`, nothing is added.
@@ -89,8 +87,8 @@ def add_gradients(
     is_last = [len(part.branches) == 1 and is_one for is_one in is_final]
 
     def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
-        (query, *residuals), (key, value), documents = arrays
-        tokens = query, *[query, *residuals][of_names[layout.rows.schedule.implementation]]
+        (query, residuals), (key, value), documents = arrays
+        tokens = query, *residuals[layout.rows.schedule.implementation]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])
