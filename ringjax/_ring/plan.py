@@ -125,7 +125,7 @@ class Plan:
         heads = self._head_parts
         if heads.parts == 1:  # known beforehand, and folded where it is used
             return numbers.start, np.array(numbers), None
-        counts = heads.count(numbers)
+        counts = heads.members(numbers)
         most = max(counts)
         first = jnp.clip(numbers.start - self.first_head, 0, heads.size - most)
         head = self.first_head + first + jnp.arange(most, dtype=jnp.int32)

@@ -94,7 +94,7 @@ class Work:
     def heads_of(self, branch: BranchSchedule) -> tuple[int, int]:
         """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
         parts = self._parts(branch.exchange_size)
-        most = max(parts.count(self._numbers(branch)))
+        most = max(parts.members(self._numbers(branch)))
         return self.num_heads // branch.exchange_size // parts.size * most, most
 
     def num_classes(self, branch: BranchSchedule) -> int:

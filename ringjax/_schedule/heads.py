@@ -18,7 +18,7 @@ class HeadParts(NamedTuple):
         """Returns the global number of a part's first head."""
         return part * self.num_kv_heads // self.parts
 
-    def count(self, numbers: range) -> list[int]:
+    def members(self, numbers: range) -> list[int]:
         """Returns how many of the heads with these numbers each part uses, below zero where it is far from them."""
         firsts = map(self.first, range(self.parts))
         return [min(first + self.size, numbers.stop) - max(first, numbers.start) for first in firsts]
