@@ -164,10 +164,11 @@ def ring_dilated_attention(
       precision: the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
       strategy: ``"ring"`` to send keys and values around, in O(T / p) memory; ``"all_gather"`` to bring those of a
-        segment to each of its devices at once, in O(segment length / dilation rate) memory; ``"all_to_all"`` to give
-        each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring
-        between groups of devices where heads do not suffice for all (USP, arXiv 2405.07719); ``"auto"`` for what is
-        predicted to take the least time, in each branch or in all, see :func:`plan`. The results are the same.
+        segment to each of its devices at once, in O(segment length / dilation rate) memory, but what neighbours alone
+        see as in a ring; ``"all_to_all"`` to give each device all tokens of some heads, in O(T / p) memory
+        (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring between groups of devices where heads do not suffice for all
+        (USP, arXiv 2405.07719); ``"auto"`` for what is predicted to take the least time, in each branch or in all, see
+        :func:`plan`. The results are the same.
       exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u
         divides the devices along the sequence and the query heads of a device; its key/value heads are a multiple or a
         divisor of u. By default the smallest u after which nothing else travels, else the largest.

@@ -1,6 +1,7 @@
 """The schedule against the pattern, with integers alone: every pair of the pattern is computed exactly M times."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -13,6 +14,7 @@ from ringjax import DilatedPattern, Segments, Window
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
+from ringjax._schedule.strategy import schedules_with
 
 
 @st.composite
@@ -278,3 +280,14 @@ def test_a_prime_number_of_segments_fills_its_tiles():
     (branch,) = make_schedule(DilatedPattern.of_lengths((4,), (1,)), 92, 1, 1, max_block_rows=12)
     side = branch.queries
     assert (side.num_chunks, side.num_full_chunks, side.num_tiles) == (23, 24, 8)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("branch", [Window(300), Window(1500), Segments(1000), Segments(8192)])
+def test_what_neighbours_alone_see_is_not_gathered(branch, is_causal):
+    """It goes to these, whatever the strategy; segments that fill devices are seen by all of their ring."""
+    make = functools.partial(make_schedule, DilatedPattern([branch]), 8192, 8, 4, is_causal)
+    (ring,) = make()
+    (gathered,) = schedules_with(lambda size: make(exchange_size=size), "all_gather", (1,), "all")
+    assert gathered.is_gathered == (branch == Segments(8192))
+    assert gathered == (dataclasses.replace(ring, strategy="all_gather") if gathered.is_gathered else ring)
