@@ -156,14 +156,13 @@ def _count(query: Array, key: Array, rows: Array, meaning: _Meaning) -> Int[Arra
     """Returns how often each pair counts for a head."""
     pattern, num_kv_heads = meaning.pattern, key.shape[-2]
     end = max(meaning.query_offset + query.shape[-3], key.shape[-3])
-    most = max(end, num_kv_heads, len(pattern.branches))
     row, column = (meaning.query_offset + rows)[:, None], jnp.arange(key.shape[-3], dtype=jnp.int32)
     head = np.arange(num_kv_heads)[:, None, None]
     count = jnp.zeros((num_kv_heads, *jnp.broadcast_shapes(row.shape, column.shape)), jnp.int32)
-    for number, branch in enumerate(pattern.branches):
-        members, one = pattern.heads_of(number, num_kv_heads), branch.within(end, end, most)
-        offset = pattern.offset(head, one.offset_rate, num_kv_heads, number).astype(np.int32)
-        count += one.holds(row, column, offset) & (head >= members.start) & (head < members.stop)
+    for number, branch in enumerate(pattern.within(end, num_kv_heads)):
+        members = pattern.heads_of(number, num_kv_heads)
+        offset = pattern.offset(head, branch.offset_rate, num_kv_heads, number).astype(np.int32)
+        count += branch.holds(row, column, offset) & (head >= members.start) & (head < members.stop)
     count = jnp.minimum(count, 1) if pattern.merge == "union" else count
     return jnp.where(column <= row, count, 0) if meaning.is_causal else count
 

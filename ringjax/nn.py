@@ -170,7 +170,6 @@ class RingDilatedAttention(nnx.Module):
         )
         self.deterministic = deterministic
         self.decode = decode
-        self.rngs = rngs.dropout.fork() if dropout_rate > 0 and keep_rngs else nnx.data(None)
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
@@ -206,6 +205,7 @@ class RingDilatedAttention(nnx.Module):
         self.sinks: nnx.Param[Any] | None = make_sinks() if sinks else nnx.data(None)
         types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.inner_norm: Any = nnx.data(None) if inner_norm is None else inner_norm(settings.qkv_features, **types)
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 and keep_rngs else nnx.data(None)
 
     @property
     def num_heads(self) -> int:

@@ -60,6 +60,14 @@ def test_parameters_of_nnx_attention(features, num_kv_heads, normalize_qk):
     assert paths(ours) == paths(theirs)
 
 
+def test_the_seed_of_nnx_gives_the_parameters_of_flax():
+    """With dropout too, whose stream is the last that is drawn from."""
+    options = {"num_heads": 4, "in_features": WIDTH, "dropout_rate": 0.1}
+    ours = ringjax.RingDilatedAttention(**options, **PATTERN, rngs=nnx.Rngs(0))
+    theirs = nnx.MultiHeadAttention(**options, decode=False, rngs=nnx.Rngs(0))
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(module, nnx.Param) for module in (ours, theirs)))
+
+
 def varied(array):
     """Parameters that begin as ones or zeros would hide who has which."""
     return array + 0.1 * jnp.sin(jnp.arange(array.size, dtype=array.dtype)).reshape(array.shape)

@@ -244,3 +244,22 @@ def test_patterns_that_are_said_twice_or_not_at_all(arguments, words):
 def test_whether_it_is_causal_is_true_or_false(method, unchecked):
     with pytest.raises(TypeError, match="is_causal='no' must be True or False"):
         getattr(DilatedPattern([Segments(4)]), method)(length=8, num_kv_heads=1, is_causal="no")
+
+
+@pytest.mark.parametrize(
+    ("branch", "same"),
+    [
+        (Window(2**63 - 1), Window(2**20)),
+        (Window(2**62, 2), Window(2**20, 2)),
+        (Window(2**40, 2**40), Window(2**20, 2**20)),
+        (Segments(10**20, 3), Segments(2**20, 3)),
+    ],
+)
+def test_numbers_beyond_those_of_positions(branch, same):
+    """They mean what smaller ones do that are beyond the sequence as well."""
+    one, other = DilatedPattern([branch, Segments(5)]), DilatedPattern([same, Segments(5)])
+    for is_causal in (False, True):
+        np.testing.assert_array_equal(one.multiplicity(24, 2, is_causal), other.multiplicity(24, 2, is_causal))
+        reached, expected = one.reach(24, 2, is_causal), other.reach(24, 2, is_causal)
+        assert reached.in_any_head == expected.in_any_head
+        np.testing.assert_array_equal(reached.num_keys, expected.num_keys)

@@ -140,14 +140,16 @@ def test_decoding_refuses_what_its_cache_cannot_hold(unchecked):
         attention(jnp.ones((2, 0, 32)))
 
 
-def test_decoding_with_segments_beyond_32_bits():
+@pytest.mark.parametrize("has_x64", [False, True])
+def test_decoding_with_segments_beyond_32_bits(has_x64):
     calls = []
-    for segment_length in (32, 10**12):
-        pattern = {"segment_lengths": (segment_length,), "dilation_rates": (3,), "is_causal": True}
-        attention = ringjax.RingDilatedAttention(4, 32, **pattern, decode=True, rngs=nnx.Rngs(0))
-        attention.init_cache((2, 32, 32))
-        inputs = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 32)), jnp.float32)
-        calls.append([attention(inputs[:, :5]), attention(inputs[:, 5:])])
+    with jax.enable_x64(has_x64):
+        for segment_length in (32, 10**12):
+            pattern = {"segment_lengths": (segment_length,), "dilation_rates": (3,), "is_causal": True}
+            attention = ringjax.RingDilatedAttention(4, 32, **pattern, decode=True, rngs=nnx.Rngs(0))
+            attention.init_cache((2, 32, 32))
+            inputs = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 32)), jnp.float32)
+            calls.append([attention(inputs[:, :5], prefill=True), attention(inputs[:, 5:])])
     jax.tree.map(np.testing.assert_array_equal, *calls)
 
 

@@ -189,11 +189,11 @@ class Segments(Branch):
         return Segments(max(stop, rate) if self.length >= end else self.length, rate)
 
     def rank(self, token: Any, offset: Any) -> Any:
-        kept = self._kept(self.length, offset)
+        kept = self._kept_of_all(offset)
         return token // self.length * kept + self._kept(remainder(token, self.length), offset)
 
     def token(self, rank: Any, offset: Any) -> Any:
-        kept = self._kept(self.length, offset)
+        kept = self._kept_of_all(offset)
         return (rank // kept) * self.length + offset + remainder(rank, kept) * self.rate
 
     def most_kept(self, tokens: int) -> int:
@@ -201,7 +201,7 @@ class Segments(Branch):
             return self._kept(tokens, 0)
         segments, rest = divmod(tokens, self.length)
         # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
-        return segments * self._kept(self.length, 0) + (rest if rest < 2 else (rest - 2) // self.rate + 2)
+        return segments * self._kept_of_all(0) + (rest if rest < 2 else (rest - 2) // self.rate + 2)
 
     def num_cached(self, max_length: int) -> int:
         return -(-min(self.length, max_length) // self.rate)
@@ -209,13 +209,17 @@ class Segments(Branch):
     # What a head keeps of the segment that the last token is in: token number `offset + i * rate` is always in row i.
     # Rows of a former segment are told by their number: they would be tokens that are still to come.
     def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
-        is_row = row < self._kept(self.length, offset)
+        is_row = row < self._kept_of_all(offset)
         token = last // self.length * self.length + offset + is_row * row * self.rate  # within 32 bits
         return token, is_row & (token <= last) & (last >= 0)
 
     def _kept(self, tokens: Any, offset: Any) -> Any:
         """The number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
         return (tokens + self.rate - 1 - offset) // self.rate
+
+    def _kept_of_all(self, offset: Any) -> Any:
+        """The number of tokens that a head of this offset keeps of a whole segment: no sum is above its length."""
+        return (self.length - 1 - offset) // self.rate + 1
 
 
 @dataclasses.dataclass(frozen=True)

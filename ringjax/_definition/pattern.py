@@ -142,6 +142,11 @@ class DilatedPattern:
         first = branch * size + min(branch, extra)
         return range(first, first + size + (branch < extra))
 
+    def within(self, end: int, num_kv_heads: int) -> tuple[Branch, ...]:
+        """Returns branches that are the same for tokens before `end`, in numbers that fit these."""
+        most = max(end, num_kv_heads, len(self.branches))
+        return tuple(branch.within(end, end, most) for branch in self.branches)
+
     def reach(self, length: int, num_kv_heads: int, is_causal: bool = False) -> Reach:
         """Returns how far the queries of a sequence of `length` tokens see in each of the key/value heads.
 
@@ -159,10 +164,10 @@ class DilatedPattern:
         check_count("length", length)
         check_count("num_kv_heads", num_kv_heads)
         check_causal(is_causal)
-        query = spaced_tokens(length)
+        query, branches = spaced_tokens(length), self.within(length, num_kv_heads)
         beyond, num_keys = np.zeros((2, num_kv_heads, len(query)))
-        first, last = min(self.branches, key=lambda branch: branch.extent).seen(query)
-        for number, branch in enumerate(self.branches):
+        first, last = min(branches, key=lambda branch: branch.extent).seen(query)
+        for number, branch in enumerate(branches):
             for head in self.heads_of(number, num_kv_heads):
                 offset = self.offset(head, branch.offset_rate, num_kv_heads, number)
                 seen = branch.count(query, first, last + 1, offset, length, is_causal)
@@ -197,7 +202,7 @@ class DilatedPattern:
         query = query_offset + np.arange(length)[:, None]
         key = np.arange(length if key_length is None else key_length)
         count = np.zeros((num_kv_heads, len(query), len(key)), dtype=np.int64)
-        for number, branch in enumerate(self.branches):
+        for number, branch in enumerate(self.within(max(query_offset + length, len(key)), num_kv_heads)):
             for head in self.heads_of(number, num_kv_heads):
                 count[head] += branch.holds(query, key, self.offset(head, branch.offset_rate, num_kv_heads, number))
         if self.merge == "union":

@@ -51,8 +51,8 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_ca
 @functools.lru_cache(maxsize=256)
 def _shares(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> tuple[float, float]:
     """Returns the share of queries that see beyond their smallest branch, and of those that would with rates of 1."""
-    query = spaced_tokens(length)
+    query, branches = spaced_tokens(length), pattern.within(length, num_kv_heads)
     seen = lambda branch: [np.clip(position, 0, length - 1) for position in branch.seen(query, is_causal)]
-    first, last = seen(min(pattern.branches, key=lambda branch: branch.extent))
-    beyond = [(start < first) | (stop > last) for start, stop in map(seen, pattern.branches)]
+    first, last = seen(min(branches, key=lambda branch: branch.extent))
+    beyond = [(start < first) | (stop > last) for start, stop in map(seen, branches)]
     return pattern.reach(length, num_kv_heads, is_causal).in_any_head, float(np.any(beyond, axis=0).mean())

@@ -50,7 +50,8 @@ def dilated_attention_reference(
 
     The pair (t, s) counts as many times as there are branches that hold it, M[h, t, s]:
     ``out[t] = sum_s M exp(q_t.k_s) v_s / sum_s M exp(q_t.k_s)``. That is LongNet's mixture of branches by their softmax
-    denominators (arXiv 2307.02486, equations 10 and 11).
+    denominators (arXiv 2307.02486, equations 10 and 11). Gather arrays that an Explicit mesh shards along the
+    sequence first, with :func:`jax.sharding.reshard`.
 
     Args:
       query: [..., T, N, H], a floating dtype.

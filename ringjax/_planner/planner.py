@@ -20,6 +20,8 @@ from ringjax._planner.comparison import Comparison, compare
 from ringjax._schedule.strategy import STRATEGIES, check_exchange_size
 
 FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
+# The most of what a plan counts one by one; of all else 2^20.
+_MOST = {"num_tokens": MAX_POSITIONS, "num_heads": 2**12}
 
 
 def plan(
@@ -152,8 +154,9 @@ def _read_dtype(dtype: Any) -> np.dtype:
 def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: str, features: Sequence[str]) -> None:
     for name, count in counts.items():
         check_count(name, count)
-    if counts["num_tokens"] > MAX_POSITIONS:
-        raise ValueError(f"num_tokens={counts['num_tokens']} is above {MAX_POSITIONS}, the most positions: give fewer")
+        most = _MOST.get(name, 2**20)
+        if count > most:
+            raise ValueError(f"{name}={count} is above {most}: give fewer")
     if axis_name not in sizes:
         raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
     unknown = [name for name in features if name not in FEATURES]
