@@ -142,10 +142,11 @@ class DilatedPattern:
         first = branch * size + min(branch, extra)
         return range(first, first + size + (branch < extra))
 
-    def within(self, end: int, num_kv_heads: int) -> tuple[Branch, ...]:
-        """Returns branches that are the same for tokens before `end`, in numbers that fit these."""
-        most = max(end, num_kv_heads, len(self.branches))
-        return tuple(branch.within(end, end, most) for branch in self.branches)
+    def within(self, end: int, num_kv_heads: int, stop: int | None = None) -> tuple[Branch, ...]:
+        """Returns branches that are the same for tokens that end at `end`, and their padding at `stop`, in 32 bits."""
+        stop = end if stop is None else stop
+        most = max(stop, num_kv_heads, len(self.branches))
+        return tuple(branch.within(stop, end, most) for branch in self.branches)
 
     def reach(self, length: int, num_kv_heads: int, is_causal: bool = False) -> Reach:
         """Returns how far the queries of a sequence of `length` tokens see in each of the key/value heads.

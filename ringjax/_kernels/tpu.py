@@ -156,8 +156,9 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
 
     def attend(columns: Any, part: Any, is_cut: bool) -> None:
-        is_short = sizes.rows[QUERIES] <= _MANY_ROWS or is_cut or weighting.dropout_rate or rows % _KEYS_AT_ONCE
-        size = rows if is_short else _KEYS_AT_ONCE
+        is_busy = is_cut or weighting.dropout_rate > 0  # with more than products and their weights
+        is_split = sizes.rows[QUERIES] > _MANY_ROWS and rows % _KEYS_AT_ONCE == 0 and not is_busy
+        size = _KEYS_AT_ONCE if is_split else rows
         for start in range(0, rows, size):
             attend_to(columns, pl.ds(part * rows + start, size), is_cut)
 

@@ -152,19 +152,19 @@ def _in_flags(message: str) -> str:
 
 def print_plan(options: argparse.Namespace) -> None:
     """Prints the comparison, or draws it."""
-    comparison, more = _compare(options), []
+    comparison = _compare(options)
     if options.compile:
         from ringjax._planner.compiled import find_devices, print_compiled  # noqa: PLC0415  # needs them, or plugins
 
-        devices = find_devices(comparison, options.target_config)  # before anything is printed
-        more.append(lambda: print_compiled(comparison, devices))
-    print(comparison.to_json() if options.json else comparison)
+        devices = find_devices(comparison, options.target_config)  # or says why not, before anything is printed
+        print(comparison)
+        print_compiled(comparison, devices)
+    else:
+        print(comparison.to_json() if options.json else comparison)
     if options.plot:
         from ringjax._planner.pictures import plot_plans  # noqa: PLC0415  # matplotlib is an extra
 
-        more.append(lambda: plot_plans(lambda **sizes: _compare(options, **sizes), options.plot))
-    for one in more:
-        one()
+        plot_plans(lambda **sizes: _compare(options, **sizes), options.plot)
 
 
 def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_devices: int | None = None) -> Comparison:

@@ -30,12 +30,9 @@ def ring_attention(
 
 
 def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
-    """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
-
-    With a dropout seed, or with an offset for each instance, it is an ordinary vmap instead.
-    """
-    # JAX traces a rule's forward beside the function itself, and sets a mesh of no axes where none was set. With that
-    # set in any case, the two have one trace.
+    """Maps a function over devices. The same map is traced once."""
+    # JAX traces the function that has a rule, and then the rule's forward, for which it sets a mesh without axes where
+    # none is set. Such a mesh is set for both here: else they would be two traces.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         return _map_once(function, inputs, outputs, arrays, plan)
 
@@ -44,6 +41,10 @@ def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[
 def _map_once(
     function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan
 ) -> Any:
+    """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
+
+    With a dropout seed, or with an offset for each instance, it is an ordinary vmap instead.
+    """
 
     def run(plan: Plan, *arrays: Array | None) -> Any:
         mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)

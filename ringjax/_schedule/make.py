@@ -39,9 +39,7 @@ def make_schedule(
     is_union = pattern.merge == "union" and pattern.heads == "all"
     # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
     stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
-    end = max(query_offset + length, key_length)
-    most = max(stop, num_kv_heads, len(pattern.branches))
-    branches = [branch.within(stop, end, most) for branch in pattern.branches]
+    branches = pattern.within(max(query_offset + length, key_length), num_kv_heads, stop)
     is_general = query_offset > 0 or length != key_length
 
     def schedule(number: int, branch: Branch) -> BranchSchedule:
