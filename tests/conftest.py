@@ -46,12 +46,27 @@ def pytest_addoption(parser):
     parser.addoption("--tenth", action="store_true", help="of the tests of numbers, run every tenth")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config, items):
+    mark_wide_cases(items, are_all=not any("::" in argument for argument in config.args))
     if config.getoption("--tenth"):
         rest = [item for item in items if item.path.stem.removeprefix("test_") not in ALWAYS]
         left_out = set(rest) - set(rest[::10])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def mark_wide_cases(items, are_all):
+    """Marks the cases of tests that name others as their quick ones; each of these names has to be that of a case."""
+    unknown = {}
+    for item in items:
+        for quick in item.iter_markers("quick"):
+            unknown.setdefault(item.function, {*quick.args}).discard(item.callspec.id)
+            if item.callspec.id not in quick.args:
+                item.add_marker("wide")
+    unknown = {function.__qualname__: names for function, names in unknown.items() if names}
+    if are_all and unknown:
+        raise pytest.UsageError(f"quick cases that do not exist: {unknown}")
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ def sent(compiled):
     return sum(permute.trips * permute.bytes for permute in permutes(compiled.as_text()))
 
 
+@pytest.mark.quick("192-1-512-heads2-True", "96-3-384-heads3-True", "128-2-512-heads1-False")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("segment_length", "rate", "length", "heads"),
@@ -149,6 +150,13 @@ def hops_of(seen, branch, length, num_heads):
     return rows
 
 
+@pytest.mark.quick(
+    "Segments(length=1000, rate=1)-1024-False-{1: 168, -1: 976}-queries travel back",
+    "Segments(length=40, rate=2)-32-True-{1: 16}-keys travel back",
+    "Window(size=4096, rate=1)-8192-True-{1: 4095}-keys travel back",
+    "Window(size=20000, rate=1)-8192-True-{1: 8192, 2: 8192, 3: 3615}-queries travel back",
+    "Window(size=5, rate=3)-36-False-{1: 12, -1: 12}-keys travel back",
+)
 @pytest.mark.parametrize("kv_heads", [1, HEADS], ids=["keys travel back", "queries travel back"])
 @pytest.mark.parametrize(
     ("branch", "shard_length", "is_causal", "expected"),
@@ -225,6 +233,7 @@ def test_segments_within_a_device_need_no_permute():
     assert permutes(compile_attention(make_mesh(seq=8), 512, gradient=True, **arguments).as_text()) == []
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("gradient", [False, True])
 def test_nothing_of_the_whole_length_is_on_a_device(gradient):
     length = 8 * 101
@@ -236,6 +245,7 @@ def test_nothing_of_the_whole_length_is_on_a_device(gradient):
     assert not has_dimension(text, length)
 
 
+@pytest.mark.quick("AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_tensor_axis_adds_no_collective(kind):
     mesh = make_mesh(kind, seq=2, tensor=2)
@@ -250,6 +260,7 @@ def test_a_tensor_axis_adds_no_collective(kind):
         assert f"{collective}(" not in text
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("gradient", [False, True])
 def test_bytes_on_a_device_halve_when_the_devices_double(gradient):
     # Blocks and segments small beside a shard: what is read is the rows, not the logits of one block.

@@ -90,6 +90,7 @@ def continued(step, length=PROMPT):
     return np.concatenate(outs, axis=1)
 
 
+@pytest.mark.quick("longnet-none", "windows-auto", "grouped-explicit")
 @pytest.mark.parametrize(
     ("pattern", "mesh"),
     [
@@ -128,6 +129,7 @@ def test_a_cache_that_no_mesh_was_there_for():
     np.testing.assert_allclose(out, expected[:, PROMPT : PROMPT + 5], rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick("AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_decoding_beside_data_and_tensor_axes(kind):
     """Four key/value heads over two devices at a rate of four: offsets that followed local numbers would be wrong."""
@@ -149,6 +151,7 @@ def test_decoding_beside_data_and_tensor_axes(kind):
     np.testing.assert_allclose(actual, expected[:, PROMPT : PROMPT + sum(CALLS)], rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick("straddling union-1")
 @pytest.mark.parametrize(("pattern", "num_layers"), [("longnet", 2), ("straddling union", 1), ("grouped", 1)])
 def test_a_model_decodes_the_logits_of_its_full_forward(pattern, num_layers):
     """A prompt on the mesh, then byte by byte; a pattern that the example lets through as it is."""

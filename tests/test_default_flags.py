@@ -40,6 +40,7 @@ def _without_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("devices", [5, 8])
 def test_a_gradient_on_simulated_devices(devices):
     code = GRADIENT if devices == 8 else GRADIENT.replace("T, N, K, H, V = 256", "T, N, K, H, V = 320")
@@ -49,6 +50,7 @@ def test_a_gradient_on_simulated_devices(devices):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.wide
 def test_random_cases():
     rng = np.random.default_rng(20)
     largest, failed = search([draw(rng, most_branches=2, data=3) for _ in range(2)])

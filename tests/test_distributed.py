@@ -12,7 +12,7 @@ from distribution import bounding_box, local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.wide]
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -64,6 +64,7 @@ def run_code(code, **variables):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("devices", ["1", "8"])
 def test_code_of_the_readme(devices):
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -39,6 +39,15 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(
+    "dense-8-True",
+    "local-8-False",
+    "longnet-8-True",
+    "straddling-8-False",
+    "straddling-1-True",
+    "uncovered rows-8-False",
+    "padding in the segment-8-True",
+)
 @pytest.mark.parametrize(("name", "ring_size", "is_causal"), CASES)
 def test_ring_equals_oracle(name, ring_size, is_causal):
     length, segment_lengths, dilation_rates = PATTERNS[name]
@@ -59,6 +68,7 @@ def test_ring_equals_oracle(name, ring_size, is_causal):
     assert_close(ring_results(arrays, mesh=mesh, **arguments), reference_results(arrays, **arguments))
 
 
+@pytest.mark.quick("1-True")
 @pytest.mark.parametrize(("ring_size", "is_causal"), [(1, True), (4, False)])
 def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     """With several blocks to a chunk, and chunks side by side in a tile, some tiles whole, cut and left out."""
@@ -68,6 +78,7 @@ def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     assert_close(actual, reference_results(arrays, **arguments))
 
 
+@pytest.mark.quick("longnet-True", "short last segment-False")
 @pytest.mark.parametrize(
     ("name", "is_causal"),
     [("longnet", True), ("unequal rings", False), ("straddling", True), ("short last segment", False)],

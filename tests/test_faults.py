@@ -13,6 +13,8 @@ import train_lm
 
 from benchmarks.training_runs import checkpoint_steps, kill_at_random, losses, state
 
+pytestmark = pytest.mark.wide
+
 
 def test_a_run_that_is_killed_ends_as_if_it_were_not(runs, undisturbed, tmp_path):
     """Bit for bit, and with no more lost than the steps since its last checkpoint."""

@@ -150,6 +150,18 @@ def check(mesh, arrays, arguments):
 ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "residues", "windows and segments", "all")
 
 
+@pytest.mark.quick(
+    "union of documents in blocks-4",
+    "grouped by branch-4",
+    "broadcast dropout-4",
+    "far queries-4",
+    "mixed residues-4",
+    "windows and segments-1",
+    "gathered windows-4",
+    "exchanged by groups in a ring-4",
+    "exchanged rows-4",
+    "all-4",
+)
 @pytest.mark.parametrize(
     ("name", "ring_size"), [*((name, 4) for name in FEATURES), *((name, 1) for name in ON_ONE_DEVICE)]
 )
@@ -160,6 +172,7 @@ def test_feature_equals_oracle(name, ring_size):
     check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_an_offset_that_is_an_array(ring_size):
     """One program for all chunks of a prompt, in a pattern that straddles; also under vmap, each at its own."""
@@ -231,6 +244,7 @@ in_any_combination = given(calls())
 options = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.wide
 @in_any_combination
 @settings(max_examples=8, derandomize=True, **options)
 def test_features_compose(call):
@@ -254,6 +268,7 @@ ALL = {
 }
 
 
+@pytest.mark.quick("AxisType.Explicit-{'strategy': 'all_to_all', 'heads': 'grouped'}")
 @pytest.mark.parametrize(
     ("kind", "choices"),
     [
@@ -281,6 +296,7 @@ def test_numbers_are_global_on_a_mesh(kind, choices):
         assert_close(jax.device_get(jax.jit(named)(*map(put, arrays))), expected)
 
 
+@pytest.mark.quick("(8, 2)")
 @pytest.mark.parametrize("num_heads", [(6, 3), (8, 2)], ids=str)
 def test_groups_that_a_tensor_axis_cuts(num_heads):
     """Three heads of which two devices share the second branch's, and two heads for four devices."""
@@ -335,6 +351,7 @@ def test_an_exchange_under_vmap_and_checkpoint():
     assert_close(results(ring_dilated_attention, {**arguments, "mesh": make_mesh(seq=4)}), expected)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("gradient", [False, True])
 def test_all_features_stay_on_their_shards(gradient):
     """No device gets anything of the whole length, and documents travel with the keys: four bytes for each row."""

@@ -41,6 +41,7 @@ def crossed_axes(mesh, groups):
     return {name for name, is_crossed in zip(mesh.axis_names, differ, strict=True) if is_crossed}
 
 
+@pytest.mark.quick("tensor=2,seq=2,data=2")
 @pytest.mark.parametrize("axes", ["fsdp=2,seq=2,tensor=2", "seq=2,data=2,fsdp=2", "tensor=2,seq=2,data=2"])
 def test_only_parameters_are_gathered(axes):
     """Outside the optimizer, along the axes that they are sharded over; no array has all tokens of a sequence."""
@@ -159,6 +160,7 @@ def nnx_module(mesh):
 INPUTS = np.random.default_rng(0).normal(size=(2, 32, 16))
 
 
+@pytest.mark.quick("nnx_module-order2")
 @pytest.mark.parametrize(
     ("module", "order"),
     [(linen_module, ORDERS[0]), (linen_module, ORDERS[1]), (nnx_module, ORDERS[0]), (nnx_module, ORDERS[2])],

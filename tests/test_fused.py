@@ -96,6 +96,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.quick("local-True", "longnet-True", "two rings-True", "unequal rings-True")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_fused_equals_oracle(kernel, name, is_causal):
@@ -172,6 +173,7 @@ SPANS = {
 }
 
 
+@pytest.mark.quick("local-True", "inside-True", "balanced-True", "halo-True")
 @pytest.mark.parametrize(
     ("name", "is_causal"), [*((name, True) for name in SPANS), ("halo", False), ("around", False), ("padded", False)]
 )
@@ -201,6 +203,7 @@ def packed_documents(length, batch):
     return documents.astype(np.int32)
 
 
+@pytest.mark.quick("Window(size=3, rate=2)-4", "Window(size=5, rate=1)-1")
 @pytest.mark.parametrize(
     ("window", "shards"), [(Window(5), 1), (Window(1), 4), (Window(7), 4), (Window(3, rate=2), 4)], ids=str
 )
@@ -234,6 +237,7 @@ def test_windows_that_are_left_to_xla(kernel, window, arguments, words):
     assert not kernel.calls
 
 
+@pytest.mark.quick("decrease-1", "interrupted-4")
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("name", ["decrease", "interrupted"])
 def test_a_promise_that_is_broken_gives_nan(kernel, name, shards):
@@ -267,6 +271,7 @@ def test_documents_that_are_known_to_be_sorted_need_no_promise(kernel):
     assert not kernel.calls
 
 
+@pytest.mark.quick("AxisType.Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_groups_of_heads(kernel, kind):
     """A kernel computes the heads of each branch alone."""
@@ -320,6 +325,7 @@ def test_gathering_is_left_to_xla(kernel):
     assert not kernel.calls
 
 
+@pytest.mark.quick("AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_other_axes_of_a_mesh(kernel, kind):
     """Explicit axes are known from the types; for Auto ones the call says what they cut, or no kernel runs."""

@@ -31,6 +31,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick("encoder.safetensors-slide.h5-options0")
 @pytest.mark.parametrize(
     ("weights", "tiles", "options"),
     [

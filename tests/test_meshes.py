@@ -50,6 +50,7 @@ def check(function, arrays, originals=None, **arguments):
 
 # Four key/value heads over two devices, with a rate of four: offsets that followed local numbers would be wrong. With
 # one key/value head, or three over two devices, the tensor axis does not divide them.
+@pytest.mark.quick("auto-(8, 4)-interleaved", "explicit-(4, 1)-interleaved")
 @pytest.mark.parametrize(
     ("heads", "offsets"), [((8, 4), "interleaved"), ((8, 4), "blocked"), ((4, 1), "interleaved")], ids=str
 )
@@ -58,6 +59,7 @@ def test_mesh_that_the_arrays_carry(mesh, heads, offsets):
     check(loss(ring_dilated_attention, offsets=offsets, **ARGUMENTS), place(arrays, mesh), arrays, offsets=offsets)
 
 
+@pytest.mark.quick("explicit")
 def test_key_value_heads_of_whole_groups(mesh):
     """With four devices along eight heads, each pair of devices shares one of two key/value heads."""
     mesh = make_mesh(mesh.axis_types[0], seq=2, tensor=4)
@@ -74,6 +76,7 @@ def test_key_value_heads_that_nothing_divides(mesh, unchecked):
             ring_dilated_attention(*place(arrays, mesh), **ARGUMENTS)
 
 
+@pytest.mark.quick("explicit")
 def test_mesh_of_the_context(mesh):
     arrays = random_arguments(32, (8, 4), batch=(2,))
     with jax.set_mesh(mesh):
@@ -83,6 +86,7 @@ def test_mesh_of_the_context(mesh):
     np.testing.assert_allclose(out, reference_results(arrays, **ARGUMENTS)[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.quick("auto")
 def test_mesh_argument_and_eager_call(mesh):
     arrays = random_arguments(32, (8, 4), batch=(2,))
     expected = reference_results(arrays, **ARGUMENTS)
@@ -100,18 +104,21 @@ def test_mesh_without_the_axis(mesh):
     check(ring_loss, place(arrays, mesh, "data", None, "tensor"), arrays)
 
 
+@pytest.mark.quick("explicit")
 def test_other_axis_name(mesh):
     arrays = random_arguments(32, (8, 4), batch=(2,))
     arguments = {**ARGUMENTS, "axis_name": "data"}
     check(loss(ring_dilated_attention, **arguments), place(arrays, mesh, "seq", "data", "tensor"), arrays)
 
 
+@pytest.mark.quick("explicit")
 def test_length_that_the_mesh_does_not_divide(mesh):
     arrays = random_arguments(29, (8, 4), batch=(2,))
     check(ring_loss, place(arrays, mesh, "data", None, "tensor"), arrays)
     check(ring_loss, place([array[:, :1] for array in arrays], mesh, "data"), [array[:, :1] for array in arrays])
 
 
+@pytest.mark.quick("auto-('data', 'seq')", "explicit-('seq',)")
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [("auto", ("data", "seq")), ("explicit", ("data", "seq")), ("auto", ("data",)), ("explicit", ("seq",))],
@@ -131,6 +138,7 @@ def test_inside_the_callers_shard_map(kind, axes):
     check(loss(lambda *shards, return_residual: mapped(*shards)), place(arrays, mesh), arrays)
 
 
+@pytest.mark.quick("explicit")
 def test_inside_a_shard_map_that_is_not_checked(mesh):
     arrays = random_arguments(32, (8, 4), batch=(2,))
     mapped = jax.shard_map(
@@ -143,6 +151,7 @@ def test_inside_a_shard_map_that_is_not_checked(mesh):
     check(loss(lambda *shards, return_residual: mapped(*shards)), place(arrays, mesh, "data", "seq"), arrays)
 
 
+@pytest.mark.quick("explicit")
 def test_keys_that_are_the_same_along_a_manual_axis(mesh):
     """A gradient is summed over the mesh axes along which its argument is the same."""
     query, key, value = random_arguments(32, (8, 4), batch=(2,))
@@ -161,6 +170,7 @@ def test_keys_that_are_the_same_along_a_manual_axis(mesh):
     assert_close(jax.device_get([out, lse, *grads]), [*expected[:2], *summed])
 
 
+@pytest.mark.quick("('auto', 'explicit')")
 @pytest.mark.parametrize("kinds", [("auto", "explicit"), ("explicit", "auto")], ids=str)
 def test_axes_of_both_kinds(kinds):
     """In one mesh, whether a spec names them or not."""
@@ -174,6 +184,7 @@ def test_axes_of_both_kinds(kinds):
     assert documents.shape == (2, 32)
 
 
+@pytest.mark.quick("auto")
 def test_checkpoint_and_vmap(mesh):
     arrays = random_arguments(32, (8, 4), batch=(3, 2))
     call = functools.partial(ring_dilated_attention, return_residual=True, **ARGUMENTS)

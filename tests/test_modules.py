@@ -154,6 +154,7 @@ def test_a_pattern_in_place_of_lists():
 
 
 # Each library meets both kinds of mesh, in this test or in the one of what is gathered.
+@pytest.mark.quick("linen-AxisType.Explicit")
 @pytest.mark.parametrize(("library", "kind"), [("nnx", AxisType.Auto), ("linen", AxisType.Explicit)], ids=str)
 def test_on_a_mesh_with_a_tensor_axis(library, kind):
     arguments = {**PATTERN, "num_kv_heads": 2, "rope_theta": 100.0, "use_bias": False, "normalize_qk": True}
@@ -188,6 +189,7 @@ def test_on_a_mesh_with_a_tensor_axis(library, kind):
         assert np.isfinite(out).all()
 
 
+@pytest.mark.quick("AxisType.Auto")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_initialisation_under_a_mesh(kind):
     with jax.set_mesh(make_mesh(kind, seq=4)):
@@ -197,6 +199,7 @@ def test_initialisation_under_a_mesh(kind):
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, expected)
 
 
+@pytest.mark.quick("linen-AxisType.Auto")
 @pytest.mark.parametrize(("library", "kind"), [("nnx", AxisType.Explicit), ("linen", AxisType.Auto)], ids=str)
 def test_nothing_of_the_whole_length_is_gathered(library, kind):
     length = 8 * 37

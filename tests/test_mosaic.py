@@ -60,6 +60,7 @@ USUAL = (
 )
 
 
+@pytest.mark.quick("grouped by branch")
 @pytest.mark.parametrize(
     "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES]
 )
@@ -89,6 +90,7 @@ TILES = {
 }
 
 
+@pytest.mark.quick("all-None", "many rows-None")
 @pytest.mark.parametrize(
     ("name", "most_entries"), [("a band", 3), ("two shards", None), ("many rows", None), ("all", None)]
 )
@@ -189,6 +191,7 @@ def check_errors(arrays, **arguments):
     assert all(np.array(errors["mosaic"]) <= 1.1 * np.array(errors["xla"]))
 
 
+@pytest.mark.quick("[Segments(length=384, rate=1)]")
 @pytest.mark.parametrize("pattern", [[Segments(128), Segments(384, 3)], [Segments(384)]], ids=str)
 def test_errors_in_bfloat16_are_those_of_xla(pattern):
     arrays = [jnp.asarray(array, jnp.bfloat16) for array in random_arguments(384, (2, 1), (64, 64), (2,))]

@@ -67,6 +67,7 @@ def test_float32(ring_size):
     assert_close(ring_results(arrays, mesh=make_mesh(seq=ring_size), **ARGUMENTS), exact, atol=2e-5)
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_error_in_half_precision_does_not_grow_with_the_ring(dtype):
     arrays = random_arguments(256, (4, 2), widths=(16, 16))
@@ -86,6 +87,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.quick("('float32', 'float64', 'bfloat16')", "('float16', 'float16', 'float16')")
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_dtypes_of_results(dtypes):
     arrays = [jnp.asarray(array, dtype) for array, dtype in zip(random_arguments(16), dtypes, strict=True)]
@@ -134,6 +136,7 @@ def test_cotangents_of_rows_without_keys_do_not_matter():
         assert (grad == 0).all()
 
 
+@pytest.mark.quick("float32-4", "float64-1")
 @pytest.mark.parametrize("ring_size", [1, 4])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_large_logits(dtype, ring_size):

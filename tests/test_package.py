@@ -54,6 +54,7 @@ def test_the_wheel_runs_on_its_own(installed):
     assert done.stdout.split() == [str(installed / "site/ringjax/__init__.py"), "0.1.0", "RingDilatedAttention"]
 
 
+@pytest.mark.quick("basedpyright")
 @pytest.mark.parametrize(
     "checker",
     [["basedpyright", "--level", "error", "--pythonpath", sys.executable], ["mypy", "--follow-imports=silent"]],

@@ -22,6 +22,7 @@ def make_module(**more):
     return ringjax.RingDilatedAttention(2, WIDTH, **arguments, **more, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.quick("AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_padding_changes_no_number_and_keeps_results_sharded(kind):
     module, mesh = make_module(), make_mesh(kind, data=2, seq=4)

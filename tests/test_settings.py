@@ -35,6 +35,7 @@ def documents():
     return jnp.asarray(np.repeat([[0] * 20 + [-1] * 12], 2, axis=0), jnp.int32)
 
 
+@pytest.mark.wide
 def test_strict_promotion(arrays, documents):
     mesh = make_mesh(seq=4)
     expected = gradient(arrays, mesh=mesh, document_ids=documents, **ALL)
@@ -81,6 +82,7 @@ def test_the_gradient_of_one_result_on_a_mesh_that_arrays_carry(arrays, result):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("kind", ["documents", "plain"])
 def test_vmap_along_an_axis_of_the_mesh(arrays, documents, kind):
     mesh = make_mesh(data=2, seq=4)
@@ -140,6 +142,7 @@ def test_decoding_refuses_what_its_cache_cannot_hold(unchecked):
         attention(jnp.ones((2, 0, 32)))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("has_x64", [False, True])
 def test_decoding_with_segments_beyond_32_bits(has_x64):
     calls = []

@@ -57,6 +57,9 @@ def call(model, *inputs, **options):
     return model(*inputs, **options)
 
 
+@pytest.mark.quick(
+    "encoder-as it is", "encoder-norms after", "decoder-deepnorm", "decoder-xpos", "decoder-learned positions"
+)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_states_and_output_of_the_original(kind, name):
@@ -69,6 +72,7 @@ def test_states_and_output_of_the_original(kind, name):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick("learned positions-1")
 @pytest.mark.parametrize(("name", "devices"), [("no norms inside", 1), ("learned positions", 1), ("xpos", 8)])
 def test_prefill_and_decoding_equal_the_full_forward(name, devices):
     inputs, prompt = jnp.asarray(tokens()), 40
@@ -82,6 +86,7 @@ def test_prefill_and_decoding_equal_the_full_forward(name, devices):
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.wide
 def test_tokens_that_are_not_there_change_nothing():
     """Those beyond `num_tokens` of a padded batch."""
     inputs = jnp.asarray(tokens())
@@ -92,6 +97,7 @@ def test_tokens_that_are_not_there_change_nothing():
         np.testing.assert_allclose(whole[1, :47], expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.wide
 def test_what_is_dropped_does_not_depend_on_the_mesh():
     """Whose padding makes sequences longer."""
     inputs, key = jnp.asarray(tokens()), jax.random.key(3)
@@ -110,6 +116,7 @@ def test_dtypes():
         assert states[-1].dtype == output.dtype == (own or jnp.float32)
 
 
+@pytest.mark.wide
 def test_new_models():
     """Weights of random numbers: of the size that the arrangement asks for, and with losses that fall."""
     sizes = {"segment_lengths": (8, 64), "dilation_rates": (1, 2), "vocab_size": VOCABULARY}

@@ -50,6 +50,7 @@ def test_losses_by_position():
         np.testing.assert_allclose(jax.jit(by_position)(losses, document_ids), expected, rtol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2,data=2,fsdp=2"])
 def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
     """On one device, and on sixteen of which each axis has two; profiled and drawn beside another, or not."""
