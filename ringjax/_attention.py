@@ -1,4 +1,4 @@
-"""The public function: validates, finds the mesh, makes the schedule, and maps the ring over the shards."""
+"""The public function: reads its arguments, plans the call, and runs the plan."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, r
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.reach_warning import warn_of_reach
 from ringjax._definition.sinks import add_sinks, read_sinks
-from ringjax._forecast.call import Call, make_call
+from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import schedules_of
 from ringjax._forecast.machine import machine_of
 from ringjax._kernels.implementation import NAMES, ImplementationName
@@ -222,25 +222,19 @@ def ring_dilated_attention(
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
     key, scale = _with_positive_scale(key, scale)
     placement = find_placement(query, key, value, mesh, axis_name, spec)
-    warn_of_mesh(placement, query, axis_name)
+    warn_of_mesh(placement, (query, key, value), axis_name)
     warn_of_length(placement, query.shape[-3])
     fixed_offset, moving_offset = _read_offset(query_offset)
     lengths = placement.length(query), placement.length(key)
     check_positions(*lengths, 0 if isinstance(query_offset, Tracer) else int(query_offset))
     warn_of_reach(pattern, lengths[0], key.shape[-2], bool(is_causal))
-    features = {
-        "document_ids": document_ids is not None,
-        "logits_soft_cap": logits_soft_cap is not None,
-        "dropout_rate": dropout_rate > 0,
-        "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
-    }
     request = Request(
         query,
         key,
         value,
         platform=placement.platform,
         unmapped=placement.unmapped,
-        needs=tuple(name for name, is_needed in features.items() if is_needed),
+        needs=_needs(document_ids, logits_soft_cap, dropout_rate, precision),
         needs_lse=return_residual or sinks is not None,
         device_kind=placement.device_kind,
         block_size=None if block_size is None else int(block_size),
@@ -248,10 +242,11 @@ def ring_dilated_attention(
         documents_are_sorted=is_sorted,
     )
     *batch, num_heads = placement.block(query)
-    call = make_call(
+    call = Call(
         request,
         pattern=pattern,
-        lengths=lengths,
+        num_queries=lengths[0],
+        num_keys=lengths[1],
         query_offset=fixed_offset,
         num_devices=placement.num_shards,
         batch=math.prod(batch),
@@ -283,6 +278,17 @@ def _read_offset(query_offset: Any) -> tuple[int | None, Array | None]:
     if isinstance(query_offset, jax.Array | np.ndarray):
         return None, jnp.asarray(query_offset)
     return int(query_offset), None
+
+
+def _needs(document_ids: Any, logits_soft_cap: Any, dropout_rate: Any, precision: Any) -> tuple[str, ...]:
+    """Returns the arguments that ask for what few implementations serve."""
+    asked = {
+        "document_ids": document_ids is not None,
+        "logits_soft_cap": logits_soft_cap is not None,
+        "dropout_rate": dropout_rate > 0,
+        "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
+    }
+    return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 def _make_plan(

@@ -161,7 +161,7 @@ def _count(query: Array, key: Array, rows: Array, meaning: _Meaning) -> Int[Arra
     count = jnp.zeros((num_kv_heads, *jnp.broadcast_shapes(row.shape, column.shape)), jnp.int32)
     for number, branch in enumerate(pattern.within(end, num_kv_heads)):
         members = pattern.heads_of(number, num_kv_heads)
-        offset = pattern.offset(head, branch.offset_rate, num_kv_heads, number).astype(np.int32)
+        offset = pattern.offset(head, branch, number, num_kv_heads).astype(np.int32)
         count += branch.holds(row, column, offset) & (head >= members.start) & (head < members.stop)
     count = jnp.minimum(count, 1) if pattern.merge == "union" else count
     return jnp.where(column <= row, count, 0) if meaning.is_causal else count

@@ -79,7 +79,7 @@ def test_groups_take_the_extra_heads_first(num_heads, sizes):
 )
 def test_offsets(offsets, heads, rate, expected):
     pattern = DilatedPattern.of_lengths((8,), (rate,), offsets)
-    assert pattern.offset(np.arange(heads), rate, heads, branch=5).tolist() == expected
+    assert pattern.offset(np.arange(heads), pattern.branches[0], 5, heads).tolist() == expected
 
 
 def test_patterns_are_values(unchecked):

@@ -71,7 +71,7 @@ def test_each_branch_its_own():
     """A window sends its halo, and the dilated branch its rows: less than either strategy for both."""
     pattern = [Window(4096), Segments(2**20, 8)]
     comparison = plan(pattern, num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=16, device="v5p")
-    window, segments = comparison.best.branches
+    window, segments = comparison.best.implemented
     assert (window.exchange_size, segments.exchange_size) == (1, 16)
     assert comparison.best.seconds < min(forecast.seconds for forecast in comparison.forecasts)
     assert "strategy='auto'" in comparison.example

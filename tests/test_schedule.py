@@ -84,7 +84,7 @@ def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry, do_
     for head in range(num_heads):
         count = np.zeros((length, length), int)
         for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-            offset = pattern.offset(head, branch.branch.offset_rate, num_heads, branch.number)
+            offset = pattern.offset(head, branch.branch, branch.number, num_heads)
             count += computed_pairs(branch, offset, length, do_queries_travel)
         np.testing.assert_array_equal(count, multiplicity[head])
 

@@ -164,7 +164,7 @@ class Decoder:
             heads = slice(numbers.start, numbers.stop) if shards == 1 else slice(None)
             head = first + numbers.start + jnp.arange(len(numbers) // shards, dtype=jnp.int32)
             offsets = [
-                (one, self.pattern.offset(head, one.offset_rate, self.num_kv_heads, i)[:, None])
+                (one, self.pattern.offset(head, one, i, self.num_kv_heads)[:, None])
                 for i, one in [(number, branch), *before]
             ]
             row = shard * sizes[number] + jnp.arange(sizes[number], dtype=jnp.int32)

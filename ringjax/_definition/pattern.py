@@ -116,10 +116,11 @@ class DilatedPattern:
                 )
         return cls(tuple(map(Segments, lengths, rates)), offsets, merge, heads)
 
-    def offset(self, kv_head: Any, rate: int, num_kv_heads: int, branch: int) -> Any:
-        """Returns the offset of a key/value head, given by its global number, in the branch of this rate and number."""
+    def offset(self, kv_head: Any, branch: Branch, number: int, num_kv_heads: int) -> Any:
+        """Returns the offset of a key/value head, given by its global number, in a branch of the pattern."""
+        rate = branch.offset_rate
         if self.offsets == "branch":
-            return kv_head * 0 + branch % rate
+            return kv_head * 0 + number % rate
         if self.offsets == "interleaved":
             return kv_head % rate
         return kv_head // math.ceil(num_kv_heads / rate)
@@ -170,7 +171,7 @@ class DilatedPattern:
         first, last = min(branches, key=lambda branch: branch.extent).seen(query)
         for number, branch in enumerate(branches):
             for head in self.heads_of(number, num_kv_heads):
-                offset = self.offset(head, branch.offset_rate, num_kv_heads, number)
+                offset = self.offset(head, branch, number, num_kv_heads)
                 seen = branch.count(query, first, last + 1, offset, length, is_causal)
                 count = branch.count(query, 0, length, offset, length, is_causal)
                 num_keys[head] += count
@@ -205,7 +206,7 @@ class DilatedPattern:
         count = np.zeros((num_kv_heads, len(query), len(key)), dtype=np.int64)
         for number, branch in enumerate(self.within(max(query_offset + length, len(key)), num_kv_heads)):
             for head in self.heads_of(number, num_kv_heads):
-                count[head] += branch.holds(query, key, self.offset(head, branch.offset_rate, num_kv_heads, number))
+                count[head] += branch.holds(query, key, self.offset(head, branch, number, num_kv_heads))
         if self.merge == "union":
             count = np.minimum(count, 1)
         return count * (key <= query) if is_causal else count

@@ -1,6 +1,7 @@
 """A call in integers: what it asks for, and the schedules with which each strategy would serve it."""
 
 import dataclasses
+import functools
 
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import implement, obstacle, obstacles
@@ -32,29 +33,58 @@ class Call:
     """What a call asks for.
 
     Args:
+      request: the arrays, or their shapes, and what implementations have to know. Batch and heads may be those of all
+        devices.
       pattern: the pattern.
       num_queries, num_keys: the lengths of the whole sequences.
       query_offset: the position of the first query, None where it is known only when the program runs.
       num_devices: the devices along the sequence.
+      batch: the sequences of a device.
+      num_heads: its query heads.
+      document_itemsize: the bytes of the number of a document, 0 without documents.
       is_causal: whether queries see no later keys.
-      max_block_rows: the most rows of a tile.
       exchange_size: how many devices exchange, where the caller says so.
       implementation: what computes, where the caller says so.
-      request: the arrays, or their shapes, and what implementations have to know.
-      work: the sizes on one device.
     """
 
+    request: Request
     pattern: DilatedPattern
     num_queries: int
     num_keys: int
     query_offset: int | None
     num_devices: int
+    batch: int
+    num_heads: int
+    document_itemsize: int
     is_causal: bool
-    max_block_rows: int
     exchange_size: int | None
     implementation: str | None
-    request: Request
-    work: Work
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """The sizes on one device."""
+        query, key, value = self.request.query, self.request.key, self.request.value
+        return Work(
+            pattern=self.pattern,
+            num_kv_heads=key.shape[-2],
+            batch=self.batch,
+            num_heads=self.num_heads,
+            width=query.shape[-1],
+            value_width=value.shape[-1],
+            itemsize=query.dtype.itemsize,
+            sum_itemsize=max(4, *(array.dtype.itemsize for array in (query, key, value))),
+            head_parts=query.shape[-2] // self.num_heads,
+            document_itemsize=self.document_itemsize,
+            needs_lse=self.request.needs_lse,
+        )
+
+    @functools.cached_property
+    def max_block_rows(self) -> int:
+        """The most rows of a tile."""
+        if self.request.block_size is not None:
+            return self.request.block_size
+        share_cache = self.request.platform == "cpu" and self.num_devices > 1
+        return choose_block_size(self.batch * self.num_heads, self.request.query.dtype.itemsize, share_cache)
 
     def schedules(self, strategy: str, only: int | None = None) -> tuple[BranchSchedule, ...]:
         """Returns the schedule of each branch with this strategy, or of one alone, before implementations take it."""
@@ -97,66 +127,3 @@ class Call:
         if self.pattern.heads != "grouped" or not are_heads_cut:
             return self.request
         return self.request._replace(needs=(*self.request.needs, "heads='grouped' over several devices"))
-
-
-def make_call(
-    request: Request,
-    *,
-    pattern: DilatedPattern,
-    lengths: tuple[int, int],
-    query_offset: int | None,
-    num_devices: int,
-    batch: int,
-    num_heads: int,
-    document_itemsize: int,
-    is_causal: bool,
-    exchange_size: int | None,
-    implementation: str | None,
-) -> Call:
-    """Returns a call in integers.
-
-    Args:
-      request: the arrays, all of them or what a device has; of these only heads, widths and dtypes are read.
-      pattern: the pattern.
-      lengths: the numbers of all queries and of all keys.
-      query_offset: the position of the first query, None where it is known only when the program runs.
-      num_devices: the devices along the sequence.
-      batch: the sequences of a device.
-      num_heads: its query heads.
-      document_itemsize: the bytes of the number of a document, 0 without documents.
-      is_causal: whether queries see no later keys.
-      exchange_size: how many devices exchange, where the caller says so.
-      implementation: what computes, where the caller says so.
-    """
-    query, key, value = request.query, request.key, request.value
-    max_block_rows = request.block_size
-    if max_block_rows is None:
-        share_cache = request.platform == "cpu" and num_devices > 1
-        max_block_rows = choose_block_size(batch * num_heads, query.dtype.itemsize, share_cache)
-    work = Work(
-        pattern=pattern,
-        num_kv_heads=key.shape[-2],
-        batch=batch,
-        num_heads=num_heads,
-        width=query.shape[-1],
-        value_width=value.shape[-1],
-        itemsize=query.dtype.itemsize,
-        sum_itemsize=max(4, *(array.dtype.itemsize for array in (query, key, value))),
-        head_parts=query.shape[-2] // num_heads,
-        document_itemsize=document_itemsize,
-        needs_lse=request.needs_lse,
-    )
-    num_queries, num_keys = lengths
-    return Call(
-        pattern=pattern,
-        num_queries=num_queries,
-        num_keys=num_keys,
-        query_offset=query_offset,
-        num_devices=num_devices,
-        is_causal=is_causal,
-        max_block_rows=max_block_rows,
-        exchange_size=exchange_size,
-        implementation=implementation,
-        request=request,
-        work=work,
-    )

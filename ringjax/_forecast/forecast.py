@@ -18,7 +18,6 @@ from ringjax._schedule.cost import (
     Work,
     branch_messages,
     exchange_messages,
-    messages,
     num_pairs,
 )
 from ringjax._schedule.schedule import BranchSchedule
@@ -48,7 +47,7 @@ class Forecast:
     Args:
       strategy: its name.
       schedules: the schedule of each branch.
-      branches: the same in the tiles of what computes them.
+      implemented: the same in the tiles of what computes them.
       messages: what each device sends.
       pairs: the pairs of queries and keys that the busiest device computes, over its batch and heads.
       operations: the operations of the busiest device, forward and of the gradient.
@@ -58,7 +57,7 @@ class Forecast:
 
     strategy: str
     schedules: Schedules
-    branches: Schedules
+    implemented: Schedules
     messages: tuple[Message, ...]
     pairs: int
     operations: tuple[int, int]
@@ -84,11 +83,17 @@ def schedules_of(call: Call, strategy: str, machine: Machine) -> Schedules:
 def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, has_gradient: bool = True) -> Forecast:
     """Returns what a call will take with these schedules."""
     branches = call.implement(schedules)
-    found = messages(call.work, branches, has_gradient)
+    of_branches = [branch_messages(call.work, branch, has_gradient) for branch in branches]
+    of_exchange = exchange_messages(call.work, branches, has_gradient)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     seconds = {
-        direction: sum((_of_branch(call, branch, machine, direction) for branch in branches), ZERO)
-        + _of_exchange(call, branches, machine, direction)
+        direction: sum(
+            (
+                _of_branch(call, branch, own, machine, direction)
+                for branch, own in zip(branches, of_branches, strict=True)
+            ),
+            _of_exchange(call, of_exchange, machine, direction),
+        )
         for direction in directions
     }
     forward = sum(_operations(call.work, branch, "forward") for branch in branches)
@@ -97,7 +102,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         strategy,
         schedules,
         branches,
-        tuple(found),
+        tuple(sum(of_branches, of_exchange)),
         sum(_pairs(call.work, branch) for branch in branches),
         (forward, backward),
         peak_bytes(call.work, branches, ON_TPUS if machine.platform == "tpu" else ON_GPUS, has_gradient),
@@ -154,9 +159,11 @@ def _pairs(work: Work, branch: BranchSchedule) -> int:
     return work.batch * work.heads_of(branch)[0] * num_pairs(work, branch)
 
 
-def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: Direction) -> Seconds:
+def _of_branch(
+    call: Call, branch: BranchSchedule, own: list[Message], machine: Machine, direction: Direction
+) -> Seconds:
+    """The time of a branch with its own messages."""
     work = call.work
-    own = branch_messages(work, branch, direction == "backward")
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
     num_meetings = 1 if branch.is_gathered else 1 + max((leg.hops for leg in branch.key_legs), default=0)
@@ -168,9 +175,8 @@ def _of_branch(call: Call, branch: BranchSchedule, machine: Machine, direction: 
     return Seconds(products, memory, exposed, hidden, total)
 
 
-def _of_exchange(call: Call, branches: Schedules, machine: Machine, direction: Direction) -> Seconds:
+def _of_exchange(call: Call, own: list[Message], machine: Machine, direction: Direction) -> Seconds:
     """The time of what is exchanged for all branches, with nothing beside it."""
-    own = exchange_messages(call.work, branches, direction == "backward")
     exposed = _links(own, machine, call.num_devices, direction, is_hidden=False)
     return Seconds(0.0, 0.0, exposed, 0.0, exposed)
 

@@ -64,7 +64,7 @@ def peak_bytes(work: Work, branches: Schedules, factors: Factors, has_gradient: 
 def _pairs_of(work: Work, branch: BranchSchedule) -> Hashable:
     """What says which pairs a branch has: those of two branches that are the same are computed once."""
     heads = work.pattern.heads_of(branch.number, work.num_kv_heads)
-    offset = work.pattern.offset(heads.start, branch.branch.offset_rate, work.num_kv_heads, branch.number)
+    offset = work.pattern.offset(heads.start, branch.branch, branch.number, work.num_kv_heads)
     return branch.branch, heads, offset, branch.earlier
 
 
@@ -132,7 +132,7 @@ class _Kept(NamedTuple):
             numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
             return self.factors.laid_out[self.has_gradient] * work.batch * numbers * work.itemsize
         rows = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
-        is_whole = branch.branch.keeps_all and not branch.traits.rows_last
+        is_whole = branch.branch.keeps_all and not branch.traits.copies_arguments
         return rows * self.has_gradient / 2 if is_whole else rows
 
     def _gathered(self) -> float:
@@ -179,13 +179,13 @@ class _Kept(NamedTuple):
         of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
         exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
         if branch.is_local:
-            return exchanged * (1.4 if branch.traits.rows_last else 1)
+            return exchanged * (1.4 if branch.traits.copies_arguments else 1)
         return exchanged / 2
 
     def _tiles(self) -> int:
         """The tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
         branch = self.branch
-        if not branch.traits.rows_last:
+        if not branch.traits.keeps_logits:
             return 0
         heads, _ = self.work.heads_of(branch)
         pairs = branch.queries.chunks_per_tile * branch.queries.block_rows * branch.keys.block_rows

@@ -141,8 +141,10 @@ class Fused(KernelImplementation):
         query, out_grad, out, *narrow = arrays
         return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
 
-    def start_gradients(self, queries: FusedQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
-        del step
+    def start_gradients(
+        self, queries: FusedQueries, keys: Keys, loop_index: Any = 0, **given: Array
+    ) -> KernelGradients:
+        del loop_index
         dtype = accumulation_dtype(queries.query, *keys)
         arrays = {"query": queries.query, **keys._asdict()}
         return KernelGradients(

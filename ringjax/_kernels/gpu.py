@@ -21,7 +21,6 @@ from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, forwar
 from ringjax._meeting.mask import is_allowed
 from ringjax._meeting.softmax import Weighting
 
-PARTS = (1,)  # the tiles that come by in a step
 # The rows of a tile that come by which the gradients take at once: as many as registers hold the weights of.
 _PART_ROWS = 64
 # How numbers of a tile lie in the registers of a warpgroup: where the matrix unit leaves them.
@@ -30,6 +29,12 @@ _COLUMN, _ROW = _TILE.reduce(1), _TILE.reduce(0)
 STAYS, PASSES = 0, 1  # the axes of a tile of pairs
 
 Sums = tuple[Array, ...]
+
+
+def parts(rows: int) -> tuple[int, ...]:
+    """Returns how many tiles of so many rows come by in one step."""
+    del rows
+    return (1,)
 
 
 # In a kernel. Pallas' interpreter has no matrix unit that takes registers: there it is a product of arrays.

@@ -7,13 +7,14 @@ said by the masks.
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
 from ringjax._kernels import tpu
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
@@ -21,7 +22,7 @@ from ringjax._kernels.operands import Given, Stats
 from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Keys, Weighting, residuals
+from ringjax._meeting.softmax import Keys, Queries, Weighting
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -43,26 +44,12 @@ _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Pre
 
 @runtime_checkable
 class Kernels(Protocol):
-    """The kernels for one kind of devices; `tpu` says what each computes.
+    """The kernels for one kind of devices; `tpu` says what each computes."""
 
-    `PARTS` are the numbers of tiles that may come by in one step.
-    """
-
-    @property
-    def PARTS(self) -> tuple[int, ...]: ...  # noqa: N802
-
+    parts: Any
     forward: Any
     backward_queries: Any
     backward_keys: Any
-
-
-class MosaicQueries(NamedTuple):
-    """What the backward needs of each row of queries; the lse is +inf where the row attends to nothing."""
-
-    query: Float[Array, "B N T H"]
-    out_grad: Float[Array, "B N T V"]
-    lse: Float[Array, "B N T"]
-    delta: Float[Array, "B N T"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +106,8 @@ class Mosaic(KernelImplementation):
     def see_keys(self, slots: Slots) -> View:
         """Returns the masks of tiles of keys."""
         mask = mask_keys(_unfold(slots), are_chunks_apart=False)
-        # All slots hold a key, or say whether they do; those that fill tiles do not.
-        is_key = mask.position >= 0
+        # True for all slots that do not say otherwise: `_tile` adds rows with False.
+        is_key = jnp.ones_like(mask.position, bool)
         mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
         mask = self._tile(mask, _tile_rows(slots)[1])
         is_member = slots.rows.heads.is_member
@@ -139,26 +126,19 @@ class Mosaic(KernelImplementation):
         out, lse = self.kernels.forward(given, before)
         return KernelPartial(out[:, :, :length], lse[:, :, :length])
 
-    def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
-        return residuals(out, lse, out_grad, lse_grad)
-
-    def make_queries(self, *arrays: Array) -> MosaicQueries:
-        query, out_grad, lse, delta = arrays
-        return MosaicQueries(query, out_grad, lse[..., 0], delta[..., 0])
-
-    def start_gradients(self, queries: MosaicQueries, keys: Keys, step: Any = 0, **given: Array) -> KernelGradients:
-        del step
+    def start_gradients(self, queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> KernelGradients:
+        del loop_index
         arrays = {"query": queries.query, **keys._asdict()}
         if given:  # the others begin in the kernels: zeros would be arrays that these read
             return KernelGradients(**{**dict.fromkeys(arrays), **given})
         return KernelGradients(**{name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items()})
 
     def backward(
-        self, queries: MosaicQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+        self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
         mask, length, key_length = make_mask(meeting), queries.query.shape[2], keys.key.shape[2]
         of_queries, of_keys = mask.queries.last, mask.keys.position
-        padded = MosaicQueries(*(_pad(array, of_queries) for array in queries))
+        padded = Queries(*(_pad(array, of_queries) for array in queries))
         key, value = (_pad(array, of_keys) for array in keys)
         dtype = padded.query.dtype if meeting.is_all else jnp.float32
         given = Given(padded.query, key, value, mask, weighting, self.interpret, dtype)
@@ -175,7 +155,7 @@ class Mosaic(KernelImplementation):
         return KernelGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
 
     def _tile(self, mask: Any, most_rows: int) -> Any:
-        return _tile(mask, most_rows, self.kernels.PARTS)
+        return _tile(mask, most_rows, self.kernels.parts)
 
 
 class MosaicTpu(Mosaic):
@@ -260,14 +240,14 @@ def _tile_rows(slots: Slots) -> tuple[int, int]:
     return slots.branch.tile_rows
 
 
-def _tile(mask: Any, most_rows: int, parts: tuple[int, ...]) -> Any:
+def _tile(mask: Any, most_rows: int, parts_of: Callable[[int], tuple[int, ...]]) -> Any:
     """Cuts masks of chunks [J, A, C, O, R], or [J, B, C, K, G, R], into tiles, the last with rows that are none."""
 
     def cut(path: Any, array: Array) -> Array:
         rows = jnp.moveaxis(array, (0, 2), (-3, -2))
         rows = rows.reshape(*rows.shape[:-3], -1)  # [A, O, J * C * R]
         fill = jnp.asarray(_NONE.get(getattr(path[-1], "name", ""), 0), rows.dtype)
-        count, size = _tiles(rows.shape[-1], most_rows, parts)
+        count, size = _tiles(rows.shape[-1], most_rows, parts_of)
         rows = jnp.pad(rows, _ends(rows, -1, count * size), constant_values=fill)
         tiles = rows.reshape(*rows.shape[:-1], count, size)
         return jnp.moveaxis(tiles, -2, 0)[:, :, None]  # [I, A, 1, O, R]
@@ -286,11 +266,11 @@ def _ends(array: Array, axis: int, size: int) -> list[tuple[int, int]]:
     return ends
 
 
-def _tiles(length: int, most_rows: int, choices: tuple[int, ...]) -> tuple[int, int]:
+def _tiles(length: int, most_rows: int, parts_of: Callable[[int], tuple[int, ...]]) -> tuple[int, int]:
     """Returns how many tiles there are of so many rows, and the rows of one: whole registers, and whole steps."""
     least = -(-length // most_rows)
     rows = -(-length // (least * LANES)) * LANES
     count = -(-length // rows)
     # Steps of several tiles, where that adds a quarter at most.
-    parts = next(parts for parts in choices if 4 * (-(-count // parts) * parts) <= 5 * count)
+    parts = next(parts for parts in parts_of(rows) if 4 * (-(-count // parts) * parts) <= 5 * count)
     return -(-count // parts) * parts, rows

@@ -30,7 +30,7 @@ class TileList(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """The tiles that stay, of each list those that meet most first, and where what each meets is in a list."""
+    """Of each list, the tiles that stay, the longest first, and the range of steps of each."""
 
     tile: Int[Array, "L I"]
     start: Int[Array, "L I"]
@@ -52,18 +52,18 @@ class Step(NamedTuple):
     @property
     def is_first(self) -> Any:
         """Whether it is the first one of the tile that stays."""
-        is_first = self.note >> _FIRST & 1 != 0
+        is_first = ((self.note >> _FIRST) & 1) != 0
         return is_first if self.num_heads == 1 else is_first & (self.head == 0)
 
     @property
     def is_last(self) -> Any:
         """Whether it is the last one of the tile that stays."""
-        is_last = self.note >> _LAST & 1 != 0
+        is_last = ((self.note >> _LAST) & 1) != 0
         return is_last if self.num_heads == 1 else is_last & (self.head == self.num_heads - 1)
 
     def meets(self, part: Any) -> Any:
         """Whether one of the tiles that come by meets the one that stays."""
-        return self.note >> (_PARTS + part) & 1 != 0
+        return ((self.note >> (_PARTS + part)) & 1) != 0
 
     @property
     def list(self) -> Any:
@@ -78,7 +78,7 @@ def staying(tile: Any) -> Any:
 
 def passing(tile: Any) -> Any:
     """Returns the number of the tiles that come by."""
-    return tile & (1 << _HALF) - 1
+    return tile & ((1 << _HALF) - 1)
 
 
 def list_tiles(visits: Visits, parts: int) -> TileList:
@@ -86,17 +86,17 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
     meets, is_whole = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in visits)
     meets, is_whole = (array.reshape(*array.shape[:2], -1, parts) for array in (meets, is_whole))  # [L, I, J, P]
     lists, rows, columns, _ = meets.shape
-    if max(rows, columns) >= 1 << _HALF - 1 or meets.size >= 2**31:
+    if max(rows, columns) >= 1 << (_HALF - 1) or meets.size >= 2**31:
         words = "are too many on one device: use more devices, or implementation='xla'"
         raise ValueError(f"{rows} tiles of queries or keys and {columns} of the others {words}")
     number, row, column = _numbers(lists, rows, columns)
     some, every, whole = meets.any(axis=-1), meets.all(axis=-1), (meets & is_whole).all(axis=-1)
     case = jnp.where(whole, WHOLE, jnp.where(every, CUT, jnp.where(some, SOME, NOTHING)))
-    bits = jnp.sum(meets.astype(jnp.int32) << _PARTS + jnp.arange(parts, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
-    note = case.astype(jnp.int32) | bits | number << _LIST
+    bits = jnp.sum(meets.astype(jnp.int32) << (_PARTS + jnp.arange(parts, dtype=jnp.int32)), axis=-1, dtype=jnp.int32)
+    note = case.astype(jnp.int32) | bits | (number << _LIST)
     # A tile that meets none takes the first step, and finds nothing.
-    is_step = some | ~some.any(axis=2, keepdims=True) & (column == 0)
-    return _list_steps(is_step, row << _HALF | column, note)
+    is_step = some | (~some.any(axis=2, keepdims=True) & (column == 0))
+    return _list_steps(is_step, (row << _HALF) | column, note)
 
 
 def find_stretches(visits: Visits) -> Stretches:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from ringjax._definition import dropout
 from ringjax._meeting.mask import KeyMask, Mask, QueryMask, masked
-from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype, divisor_of, shift_of
+from ringjax._meeting.softmax import Keys, Queries, Weighting, accumulation_dtype, divisor_of, shift_of
 
 
 class Partial(NamedTuple):
@@ -24,15 +24,6 @@ class Partial(NamedTuple):
     maximum: Float[Array, "I B C K G Rq"]
     denominator: Float[Array, "I B C K G Rq"]
     numerator: Float[Array, "I B C K G Rq V"]
-
-
-class Queries(NamedTuple):
-    """What the backward needs of each row of queries; `lse` is +inf where the row attends to nothing."""
-
-    query: Float[Array, "I B C K G Rq H"]
-    out_grad: Float[Array, "I B C K G Rq V"]
-    lse: Float[Array, "I B C K G Rq"]
-    delta: Float[Array, "I B C K G Rq"]
 
 
 class Gradients(NamedTuple):
@@ -174,14 +165,14 @@ def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Arra
 # The derivation of what follows stands in `_meeting.softmax`.
 
 
-def start_gradients(queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
+def start_gradients(queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> Gradients:
     """Returns the gradients of nothing but those given, for tiles of queries and of keys.
 
-    `step` is the number of a loop around.
+    `loop_index` is that of a loop around.
     """
     dtype = accumulation_dtype(*queries, *keys)
     # Zeros that depend on the loop, as far as compilers know: else these would keep an array of zeros through it.
-    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), step))
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), loop_index))
     # With rows last: else each tile of weights would have to be transposed for the product, not the queries beside it.
     last = lambda array: (*array.shape[:-2], array.shape[-1], array.shape[-2])
     shapes = {"query": queries.query.shape, "key": last(keys.key), "value": last(keys.value)}

@@ -23,19 +23,20 @@ from ringjax._meeting.mask import is_allowed
 from ringjax._meeting.softmax import Weighting
 
 LANES = 128  # the columns of a register
-# The numbers of tiles that may come by in a step, and the most rows of these.
-PARTS = 4, 2, 1
-STEP_ROWS = 2048
+STEP_ROWS = 2048  # the most rows of the tiles that come by in a step
 # With more rows of queries than the first, so many keys are multiplied at once, where no mask cuts the tile.
 _MANY_ROWS, _KEYS_AT_ONCE = 512, 256
 
 Sums = tuple[Array, ...]
 
 
+def parts(rows: int) -> tuple[int, ...]:
+    """Returns how many tiles of so many rows may come by in one step, the most first."""
+    return (*(count for count in (4, 2) if count * rows <= STEP_ROWS), 1)
+
+
 def _parts(of_mask: Array) -> int:
-    """Returns how many tiles come by in a step."""
-    count, rows = of_mask.shape[0], of_mask.shape[-1]
-    return next(parts for parts in PARTS if count % parts == 0 and (parts * rows <= STEP_ROWS or parts == 1))
+    return next(count for count in parts(of_mask.shape[-1]) if of_mask.shape[0] % count == 0)
 
 
 # In a kernel. Numbers of rows lie along lanes, [1, R]; where they have to lie along sublanes, they are transposed once
@@ -137,20 +138,9 @@ def _run(call: KernelCall, widths: tuple[int, ...]) -> list[Array]:
 
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
     (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
-    (out_ref, lse_ref), (maximum_ref, total_ref, sum_ref) = results, scratch
+    maximum_ref, denominator_ref, numerator_ref = scratch
     rows, width, unit = sizes.rows[KEYS], value_ref.shape[-1], weighting.unit * LOG2E
-
-    @pl.when(step.is_first)
-    def _() -> None:
-        if before:  # as one key of a weight of one
-            lse = _column(before[1][0])
-            maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
-            total_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
-            sum_ref[...] = before[0][0]
-        else:
-            maximum_ref[...] = jnp.full_like(maximum_ref, LEAST)
-            total_ref[...] = jnp.zeros_like(total_ref)
-            sum_ref[...] = jnp.zeros_like(sum_ref)
+    pl.when(step.is_first)(lambda: _start_softmax(scratch, before))
 
     def prepare(is_cut: bool) -> Any:
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
@@ -172,23 +162,41 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
         weights = jnp.exp2(scores * unit - _widen(maximum, at.size))
         decay = jnp.exp2(former - maximum)
-        total_ref[...] = decay * total_ref[...] + _fold_lanes(weights)
+        denominator_ref[...] = decay * denominator_ref[...] + _fold_lanes(weights)
         maximum_ref[...] = maximum
         if weighting.dropout_rate:
             weights = _drop(weights, masks, weighting)
         added = _multiply(weights.astype(value_ref.dtype), value_ref[0, at, :], (1, 0), weighting)  # [Rq, V]
-        sum_ref[...] = sum_ref[...] * _widen(decay, width) + added
+        numerator_ref[...] = numerator_ref[...] * _widen(decay, width) + added
 
     _for_parts(step, sizes.parts[KEYS], prepare, attend, has_cut_path=True)
+    pl.when(step.is_last)(lambda: _finish_softmax(results, scratch))
 
-    @pl.when(step.is_last)
-    def _() -> None:
-        total = jnp.broadcast_to(total_ref[...].sum(axis=1, keepdims=True), total_ref.shape)
-        is_empty = total == 0
-        out = sum_ref[...] * _widen(jnp.where(is_empty, 0, 1 / total), width)
-        out_ref[0] = out.astype(out_ref.dtype)
-        lse = jnp.where(is_empty, -jnp.inf, maximum_ref[...] * math.log(2) + jnp.log(total))  # [Rq, LANES]
-        lse_ref[0] = lse.T[:1]
+
+def _start_softmax(scratch: Any, before: Any) -> None:
+    """Starts the softmax of a tile with what was `before`, as one key of weight one, whose lanes add up to that."""
+    maximum_ref, denominator_ref, numerator_ref = scratch
+    if before:
+        before_out, before_lse = before
+        lse = _column(before_lse[0])
+        maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
+        denominator_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
+        numerator_ref[...] = before_out[0]
+    else:
+        maximum_ref[...] = jnp.full_like(maximum_ref, LEAST)
+        denominator_ref[...] = jnp.zeros_like(denominator_ref)
+        numerator_ref[...] = jnp.zeros_like(numerator_ref)
+
+
+def _finish_softmax(results: Any, scratch: Any) -> None:
+    """Writes the output and the lse of a tile."""
+    (out_ref, lse_ref), (maximum_ref, denominator_ref, numerator_ref) = results, scratch
+    denominator = jnp.broadcast_to(denominator_ref[...].sum(axis=1, keepdims=True), denominator_ref.shape)
+    is_empty = denominator == 0
+    out = numerator_ref[...] * _widen(jnp.where(is_empty, 0, 1 / denominator), out_ref.shape[-1])
+    out_ref[0] = out.astype(out_ref.dtype)
+    lse = jnp.where(is_empty, -jnp.inf, maximum_ref[...] * math.log(2) + jnp.log(denominator))  # [Rq, LANES]
+    lse_ref[0] = lse.T[:1]
 
 
 # The backward: its derivation stands in `_meeting.softmax`. Each of two kernels computes the weights of a pair again,

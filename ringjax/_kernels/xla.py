@@ -10,10 +10,10 @@ from einops import rearrange
 from jaxtyping import Array, Shaped
 
 from ringjax._kernels import tiles
-from ringjax._kernels.tiles import Gradients, Partial, Queries
+from ringjax._kernels.tiles import Gradients, Partial
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
 from ringjax._meeting.protocol import Implementation, Request
-from ringjax._meeting.softmax import Keys, Weighting, residuals
+from ringjax._meeting.softmax import Keys, Queries, Weighting
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import OF_TILES
@@ -60,15 +60,8 @@ class Xla(Implementation):
     def finish(self, partial: Partial) -> tuple[Array, Array]:
         return tiles.finish(partial)
 
-    def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
-        return residuals(out, lse, out_grad, lse_grad)
-
-    def make_queries(self, *arrays: Array) -> Queries:
-        query, out_grad, lse, delta = arrays
-        return Queries(query, out_grad, lse[..., 0], delta[..., 0])
-
-    def start_gradients(self, queries: Queries, keys: Keys, step: Any = 0, **given: Array) -> Gradients:
-        return tiles.start_gradients(queries, keys, step, **given)
+    def start_gradients(self, queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> Gradients:
+        return tiles.start_gradients(queries, keys, loop_index, **given)
 
     def backward(
         self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients

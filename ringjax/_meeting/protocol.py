@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float, Shaped
 
 from ringjax._meeting.meeting import Meeting, Noise, Slots
-from ringjax._meeting.softmax import Keys, Weighting
+from ringjax._meeting.softmax import Keys, Queries, Weighting, residuals
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -92,7 +92,6 @@ class Implementation(abc.ABC):
     def finish(self, partial: Any) -> tuple[Array, Array]:
         """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
 
-    @abc.abstractmethod
     def residuals(
         self,
         out: Float[Array, "*B n N V"],
@@ -101,14 +100,16 @@ class Implementation(abc.ABC):
         lse_grad: Any,
     ) -> tuple[Array, ...]:
         """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+        return residuals(out, lse, out_grad, lse_grad)
 
-    @abc.abstractmethod
     def make_queries(self, *arrays: Array) -> Any:
         """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
+        query, out_grad, lse, delta = arrays
+        return Queries(query, out_grad, lse[..., 0], delta[..., 0])
 
     @abc.abstractmethod
-    def start_gradients(self, queries: Any, keys: Keys, step: Any = 0, **given: Array) -> Any:
-        """Returns the gradients of nothing but those given; `step` is the number of a loop around."""
+    def start_gradients(self, queries: Any, keys: Keys, loop_index: Any = 0, **given: Array) -> Any:
+        """Returns the gradients of nothing but those given; `loop_index` is that of a loop around."""
 
     @abc.abstractmethod
     def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:

@@ -37,10 +37,19 @@ class Weighting(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Rows of keys and values."""
+    """Rows of keys and values, as an implementation lays them out."""
 
-    key: Float[Array, "J B C K Rk H"]
-    value: Float[Array, "J B C K Rk V"]
+    key: Float[Array, "*rows H"]
+    value: Float[Array, "*rows V"]
+
+
+class Queries(NamedTuple):
+    """What the backward needs of each row of queries; `lse` is +inf where the row attends to nothing."""
+
+    query: Float[Array, "*rows H"]
+    out_grad: Float[Array, "*rows V"]
+    lse: Float[Array, "*rows"]
+    delta: Float[Array, "*rows"]
 
 
 def accumulation_dtype(*arrays: Any) -> jnp.dtype:

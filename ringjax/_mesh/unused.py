@@ -32,9 +32,9 @@ axis_name='context'
 _LIKE_SEQUENCE = ("context", "cp", "ctx", "length", "ring", "sequence", "seq", "sp", "tokens")
 
 
-def warn_of_mesh(placement: Placement, query: Array, axis_name: str) -> None:
+def warn_of_mesh(placement: Placement, arrays: tuple[Array, ...], axis_name: str) -> None:
     """Warns, once for each mesh, of axes that cut nothing where the sequence axis is missing."""
-    mesh, source = find_mesh((query,))
+    query, (mesh, source) = arrays[0], find_mesh(arrays)
     if placement.axis_name is not None or mesh is None:
         return
     cutting = {axis for axes in (*placement.batch, placement.heads) for axis in axes}

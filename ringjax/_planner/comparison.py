@@ -40,11 +40,11 @@ class Comparison:
 
     def _row(self, one: Forecast) -> dict[str, Any]:
         both = one.forward + one.backward
-        legs = [leg for branch in one.branches if branch.strategy == "ring" for leg in branch.key_legs]
+        legs = [leg for branch in one.implemented if branch.strategy == "ring" for leg in branch.key_legs]
         hops = sum(leg.hops for leg in legs)
         return {
             "strategy": one.strategy,
-            "exchange_size": max(branch.exchange_size for branch in one.branches),
+            "exchange_size": max(branch.exchange_size for branch in one.implemented),
             "hops": hops,
             "messages": sum(message.times for message in one.messages),
             "bytes_forward": one.num_bytes("forward"),
@@ -68,7 +68,7 @@ class Comparison:
     def implementations(self) -> list[dict[str, str]]:
         """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
         found = []
-        for schedule, branch in zip(self.best.schedules, self.best.branches, strict=True):
+        for schedule, branch in zip(self.best.schedules, self.best.implemented, strict=True):
             obstacles = self.call.obstacles(self.best.schedules, schedule)
             why = "; ".join(f"not {name}: {reason}" for name, reason in obstacles)
             name = NAME_OF[branch.implementation]

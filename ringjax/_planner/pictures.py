@@ -71,9 +71,7 @@ def _multiplicity(
     if only is None:
         return pattern.multiplicity(length, num_kv_heads, is_causal)
     position, branch = np.arange(length), pattern.branches[only]
-    offset = np.array([pattern.offset(head, branch.offset_rate, num_kv_heads, only) for head in range(num_kv_heads)])[
-        :, None, None
-    ]
+    offset = pattern.offset(np.arange(num_kv_heads), branch, only, num_kv_heads)[:, None, None]
     holds = branch.holds(position[:, None], position, offset)
     return (holds & (position <= position[:, None]) if is_causal else holds).astype(np.int64)
 

@@ -12,7 +12,7 @@ from ringjax._definition.arguments import DTYPES, check_choices
 from ringjax._definition.branch import MAX_POSITIONS, Branch
 from ringjax._definition.counts import check_count, is_integer
 from ringjax._definition.pattern import DilatedPattern, read_pattern
-from ringjax._forecast.call import make_call
+from ringjax._forecast.call import Call
 from ringjax._forecast.machine import Machine, find_machine
 from ringjax._kernels.implementation import NAMES
 from ringjax._meeting.protocol import Request
@@ -111,10 +111,11 @@ def plan(
     dtype = _read_dtype(dtype)
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
     arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
-    call = make_call(
+    call = Call(
         Request(*arrays, machine.platform, needs=tuple(features), device_kind=machine.name),
         pattern=pattern,
-        lengths=(num_tokens, num_tokens),
+        num_queries=num_tokens,
+        num_keys=num_tokens,
         query_offset=0,
         num_devices=sizes[axis_name],
         batch=batch_size // batch_parts,

@@ -19,7 +19,7 @@ Total = tuple[Array, ...]
 class Addition(NamedTuple):
     """How results of branches are added: `fills` are what changes nothing, `groups` the heads of each array of a total.
 
-    The `dtypes` are those of results, which are not a total's where nothing is added to them.
+    The `dtypes` are those of results that nothing is added to: they are put in place, not summed.
     `one(layout, total, results)` adds the results of a branch to the rows that they are of, `first(layout, total,
     results)` puts those of all rows, `many(parts)` adds totals, their heads apart: [B, n, K, G, D].
     """
@@ -47,7 +47,7 @@ def add_branches(
 ) -> Total:
     """Adds what `compute(layout, arrays, earlier)` makes of arrays of tokens [B, n, ...] in each branch to a total.
 
-    What a branch sends goes after the collectives that gave the arrays `earlier`, and those of the branch before.
+    A branch sends only after the arrays `earlier` have arrived, and after the branch before it.
     """
     fused = []
     for number, branch in enumerate(plan.branches):

@@ -103,7 +103,7 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     for part in plan.parts:
         queries = arrays[0], {branch.implementation: residuals[branch.implementation] for branch in part.branches}
         shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
-        # What nothing is added to travels, and is returned, as the caller has the array.
+        # A gradient that nothing is added to travels in the dtype of the caller's array.
         is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
         is_final = is_alone, *2 * [is_alone and num_copies == 1]
         of_part = add_gradients(part, shard, zero, earlier, is_final)

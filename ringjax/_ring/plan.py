@@ -1,7 +1,6 @@
 """The plan of one call: its schedules, and its shard's place on the mesh and among heads."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,15 +18,16 @@ from ringjax._mesh.placement import Placement
 from ringjax._ring.exchange import Exchange
 from ringjax._ring.ways import Ways
 from ringjax._schedule.heads import HeadParts
-from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.schedule import BranchSchedule, exchanged_together
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
 
-    Where the platform is not known, and is not the one that `branches` are for, `elsewhere` takes their place. Branches
-    of which the same tokens are exchanged are a part of the plan; in that, `exchange_size` devices are a shard.
+    `branches` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
+    schedules for all other platforms. Branches of which the same tokens are exchanged are a part of the plan; in that,
+    `exchange_size` devices are a shard.
     """
 
     pattern: DilatedPattern
@@ -53,12 +53,10 @@ class Plan:
     @property
     def parts(self) -> tuple["Plan", ...]:
         """The parts of the plan, each with the branches of which the same tokens are exchanged."""
-        parts: dict[Any, list[BranchSchedule]] = {}
-        for branch in self.branches:
-            rows_of = branch.number if branch.exchanges_rows else None
-            parts.setdefault((branch.exchange_size, rows_of), []).append(branch)
-        replace = functools.partial(dataclasses.replace, self)
-        return tuple(replace(branches=tuple(some), exchange_size=size) for (size, _), some in parts.items())
+        return tuple(
+            dataclasses.replace(self, branches=group, exchange_size=group[0].exchange_size)
+            for group in exchanged_together(self.branches)
+        )
 
     @property
     def rows_exchanged(self) -> Rows | None:
@@ -105,10 +103,7 @@ class Plan:
         """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
         numbers = self.pattern.heads_of(branch.number, self.num_kv_heads)
         branches = [(branch.number, branch.branch), *branch.earlier]
-        offsets = [
-            self.pattern.offset(np.asarray(numbers), one.offset_rate, self.num_kv_heads, number)
-            for number, one in branches
-        ]
+        offsets = [self.pattern.offset(np.asarray(numbers), one, number, self.num_kv_heads) for number, one in branches]
         offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
         own, *earlier = offsets.astype(np.uint32)
         first, head, is_member = self._members(numbers)

@@ -18,7 +18,8 @@ from ringjax._schedule.schedule import BranchSchedule, Leg
 class Addends(NamedTuple):
     """What one branch adds to gradients: of its queries where computed, of its keys where kept.
 
-    The `parts` are rows of some layout, for the gradient of that number; the side that travelled may have these alone.
+    The `parts` are gradients of some rows of the side that travelled, each with its number and its layout. In an open
+    ring that side has only these.
     """
 
     query: Array | None

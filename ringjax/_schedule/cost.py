@@ -13,7 +13,7 @@ import numpy as np
 from ringjax._definition.branch import spaced_tokens
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._schedule.heads import HeadParts
-from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.schedule import BranchSchedule, Leg, exchanged_together
 from ringjax._schedule.side import Side
 
 Direction = Literal["forward", "backward"]
@@ -100,8 +100,8 @@ class Work:
     def num_classes(self, branch: BranchSchedule) -> int:
         """Returns how many classes of heads there are, whose rows are not the same."""
         branches, heads = [(branch.number, branch.branch), *branch.earlier], np.asarray(self._numbers(branch))
-        offset = lambda number, one: self.pattern.offset(heads, one.offset_rate, self.num_kv_heads, number)
-        return np.unique(np.stack([offset(*one) for one in branches]), axis=1).shape[1]
+        offsets = [self.pattern.offset(heads, one, number, self.num_kv_heads) for number, one in branches]
+        return np.unique(np.stack(offsets), axis=1).shape[1]
 
     def _parts(self, exchange_size: int) -> HeadParts:
         return HeadParts(self.num_kv_heads, self.head_parts * exchange_size)
@@ -220,19 +220,15 @@ def _swap(branch: BranchSchedule, direction: Direction, row: int) -> Message:
 
 def exchange_messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
     """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
-    parts: dict[tuple[int, int | None], list[BranchSchedule]] = {}
-    for branch in branches:
-        if branch.exchange_size > 1:
-            parts.setdefault((branch.exchange_size, branch.number if branch.exchanges_rows else None), []).append(
-                branch
-            )
     found: list[Message] = []
-    for some in parts.values():
-        found += _of_exchange(work, some, has_gradient, is_alone=len(some) == len(work.pattern.branches))
+    for group in exchanged_together(branch for branch in branches if branch.exchange_size > 1):
+        found += _of_exchange(work, group, has_gradient, is_alone=len(group) == len(work.pattern.branches))
     return [message for message in found if message.num_bytes]
 
 
-def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool, is_alone: bool) -> Iterator[Message]:
+def _of_exchange(
+    work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool, is_alone: bool
+) -> Iterator[Message]:
     size, one = branches[0].exchange_size, branches[0].of_devices()
     tokens = one.queries.shard_length, one.keys.shard_length
     queries, keys = (one.queries.num_rows, one.keys.num_rows) if branches[0].exchanges_rows else tokens
@@ -260,14 +256,14 @@ def _of_exchange(work: Work, branches: list[BranchSchedule], has_gradient: bool,
 def num_pairs(work: Work, branch: BranchSchedule) -> int:
     """Returns how many pairs of a query head's queries and keys the busiest device computes in a branch, on average.
 
-    Of shards with very many tokens that is what evenly spaced ones of them have, times their number.
+    Of very long shards a sample of evenly spaced tokens is counted and scaled up.
     """
     side = branch.queries
     if branch.is_balanced:  # a triangle of all rows of the ring, in equal parts
         rows = side.num_rows * branch.ring_size
         return rows * (rows + 1) // (2 * branch.ring_size)
     heads = np.asarray(work.pattern.heads_of(branch.number, work.num_kv_heads))
-    offset = work.pattern.offset(heads, branch.branch.offset_rate, work.num_kv_heads, branch.number)
+    offset = work.pattern.offset(heads, branch.branch, branch.number, work.num_kv_heads)
     offsets, counts = np.unique(offset, return_counts=True)
     length = side.shard_length
     local = spaced_tokens(length)

@@ -5,6 +5,7 @@ arrays (the tests) and traced JAX integers (the shard's own number inside shard_
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -230,6 +231,15 @@ class BranchSchedule:
     def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""
         return tuple((shard, self.partner(shard)) for shard in range(self.num_shards))
+
+
+def exchanged_together(branches: Iterable[BranchSchedule]) -> list[tuple[BranchSchedule, ...]]:
+    """Returns the branches in groups, each of those for which the same tokens are exchanged."""
+    groups: dict[tuple[int, int | None], list[BranchSchedule]] = {}
+    for branch in branches:
+        rows_of = branch.number if branch.exchanges_rows else None
+        groups.setdefault((branch.exchange_size, rows_of), []).append(branch)
+    return [tuple(group) for group in groups.values()]
 
 
 def _way(hops: int) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def schedules_with(make: Callable[[int], Schedules], strategy: str, sizes: tuple
     That number is the smallest of `sizes` after which nothing else travels, or else the largest.
     """
     branches = make(1)
-    if strategy == "all_gather":  # of rows that are seen by neighbours alone these get less by hops
+    if strategy == "all_gather":  # open branches keep their hops, which bring less
         gather = lambda branch: dataclasses.replace(branch, strategy="all_gather") if branch.is_closed else branch
         return tuple(map(gather, branches))
     travelling = [number for number, branch in enumerate(branches) if not branch.is_local]

@@ -9,12 +9,17 @@ class Traits(NamedTuple):
     It may be that
     - dense branches `are_added_at_once`, in one pass over tokens, and not one by one to their rows;
     - the backward `takes_output` and its cotangent of each query, and not the cotangent and what both make, delta;
-    - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices.
+    - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices;
+    - it `copies_arguments` that are the rows of a shard as they are;
+    - it `keeps_logits`, those of a tile, in the memory of arrays.
     """
 
     are_added_at_once: bool = False
     takes_output: bool = False
     rows_last: bool = False
+    copies_arguments: bool = False
+    keeps_logits: bool = False
 
 
-OF_TILES = Traits(rows_last=True)  # of XLA's tiles, which serve where nothing else does
+# Of XLA's tiles, which serve where nothing else does.
+OF_TILES = Traits(rows_last=True, copies_arguments=True, keeps_logits=True)
