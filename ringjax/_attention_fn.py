@@ -1,5 +1,6 @@
 """The attention function for the slots of Flax's own modules, which refuses what it cannot honour."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,10 +56,20 @@ def attention_fn(
         options.pop(name, usual) for name, usual in (("offsets", "interleaved"), ("merge", "lse"), ("heads", "all"))
     )
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
-    is_always_causal = is_causal
+    return _Attend(pattern, is_causal, options)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Attend:
+    """What `attention_fn` returns: equal ones of the same options, so that Flax traces their modules once."""
+
+    pattern: DilatedPattern
+    is_always_causal: bool
+    options: dict[str, Any]
 
     # Flax's linen module passes those keywords alone that the signature names, and none of them may get lost.
-    def attend(
+    def __call__(
+        self,
         query: Array,
         key: Array,
         value: Array,
@@ -76,6 +87,7 @@ def attention_fn(
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
     ) -> Array:
+        """Computes attention as Flax's modules ask for it."""
         del force_fp32_for_softmax  # it is never less
         refused = {
             "bias": (bias, "it would have to travel with every pair"),
@@ -91,13 +103,27 @@ def attention_fn(
         is_dropping = dropout_rate > 0 and not deterministic
         out: Any = ring_dilated_attention(
             *arrays,
-            pattern=pattern,
-            is_causal=is_always_causal or is_causal,
+            pattern=self.pattern,
+            is_causal=self.is_always_causal or is_causal,
             dropout_rate=dropout_rate if is_dropping else 0.0,
             dropout_seed=dropout_rng if is_dropping else None,
             broadcast_dropout=broadcast_dropout,
-            **{"precision": precision, **options},
+            **{"precision": precision, **self.options},
         )
         return out
 
-    return attend
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Attend) and self._identity == other._identity)
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> Any:
+        """What tells it from others: its options, or itself where these are arrays."""
+        identity = self.pattern, self.is_always_causal, tuple(sorted(self.options.items()))
+        try:
+            hash(identity)
+        except TypeError:
+            return id(self)
+        return identity

@@ -320,7 +320,8 @@ class RingDilatedAttention(nnx.Module):
         """Makes the cache of a sequence that is to be continued: with `decode`, calls then take its next tokens.
 
         For each branch and head it holds the kept rows of one segment, or the last rows of a window, however long the
-        sequence is. On a mesh with the sequence axis these rows are sharded along it.
+        sequence is. On a mesh with the sequence axis these rows are sharded along it. To take tokens back, restore the
+        state of :class:`flax.nnx.Cache` from before them: setting `cache_index` back leaves their rows in the cache.
 
         Args:
           input_shape: the shape [..., T, in_features] of inputs with the most tokens that there may be.

@@ -1,6 +1,7 @@
 """The Flax modules: Flax's own parameters and numbers, rotary positions, and sharding."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +274,19 @@ def test_positions_are_global_inside_a_shard_map(axes):
     np.testing.assert_allclose(out, module.apply(module.params, inputs()), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_eager_transformations_on_a_mesh_that_arrays_carry(kind):
+    """There positions have to be where the traced tokens are, which nothing but these tells."""
+    module, mesh = Functional("nnx", **PATTERN, rope_theta=100.0), make_mesh(kind, seq=4)
+    expected = module.apply(module.params, inputs())
+    params = jax.device_put(module.params, NamedSharding(mesh, P()))
+    tokens = jax.device_put(inputs(), NamedSharding(mesh, P(None, "seq")))
+    out, pull_back = jax.vjp(lambda tokens: module.apply(params, tokens), tokens)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
+    grads = jax.grad(lambda tokens: module.apply(module.params, tokens).sum())(inputs())
+    np.testing.assert_allclose(pull_back(jnp.ones_like(out))[0], grads, rtol=0, atol=2e-5)
+
+
 def test_dtypes():
     module = Functional("nnx", **PATTERN, dtype=jnp.bfloat16)
     assert module.apply(module.params, inputs()).dtype == jnp.bfloat16
@@ -448,3 +462,15 @@ def test_wrong_arguments(library, arguments, words, unchecked):
     with pytest.raises(ValueError, match=".") as caught:
         Functional(library, **{**PATTERN, **arguments})
     assert words in str(caught.value)
+
+
+def test_slots_of_the_same_options_are_equal():
+    """Then Flax traces modules with them once, and can pickle them."""
+    make = lambda **more: ringjax.attention_fn(**{**PATTERN, **more})
+    assert make() == make() == pickle.loads(pickle.dumps(make()))
+    assert hash(make()) == hash(make())
+    assert make() != make(is_causal=False)
+    assert make() != make(strategy="all_gather")
+    with_arrays = make(sinks=np.ones(4, np.float32))
+    assert with_arrays in {with_arrays}
+    assert with_arrays != make(sinks=np.ones(4, np.float32))

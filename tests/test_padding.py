@@ -45,6 +45,16 @@ def test_padding_changes_no_number_and_keeps_results_sharded(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), grads, expected_grads)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_gradient_of_padding_on_a_mesh_that_tokens_carry(kind):
+    tokens = jax.device_put(jnp.ones((2, LENGTH, 3)), jax.NamedSharding(make_mesh(kind, seq=2), P()))
+    (padded, documents), pull_back = jax.vjp(ringjax.pad_to_mesh, tokens)
+    assert padded.shape == (2, LENGTH + 1, 3)
+    assert documents.shape == (2, LENGTH + 1)
+    grads = pull_back((jnp.full_like(padded, 2), np.zeros(documents.shape, jax.dtypes.float0)))[0]
+    np.testing.assert_array_equal(grads, np.full((2, LENGTH, 3), 2))
+
+
 def test_what_is_padded():
     mesh = make_mesh(seq=8)
     tokens, documents = ringjax.pad_to_mesh(jnp.ones((3, LENGTH), jnp.int32), axis=-1, mesh=mesh)

@@ -1,5 +1,6 @@
 """Padding of sequences to lengths that a mesh divides, once, before a model: so nothing behind it has to be whole."""
 
+import functools
 from typing import Any
 
 import jax
@@ -64,11 +65,17 @@ def pad_to_mesh(
         return tokens, ids
     if axis_name in getattr(found, "manual_axes", ()):
         raise ValueError(f"pad_to_mesh inside a shard_map over {axis_name!r} sees one shard: call it before")
-    missing = -tokens.shape[axis] % found.shape[axis_name]
+    return _pad(tokens, ids, axis, found, axis_name)
+
+
+# Jitted: outside of jax.jit the tokens alone may say on which devices the mesh is, for the documents too.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _pad(tokens: Array, ids: Array, axis: int, mesh: Mesh | AbstractMesh, axis_name: str) -> tuple[Array, Array]:
+    missing = -tokens.shape[axis] % mesh.shape[axis_name]
 
     def pad(array: Array, axis: int, value: int) -> Array:
         ends = [(0, missing if axis == number - array.ndim else 0) for number in range(array.ndim)]
-        return _shard(jnp.pad(array, ends, constant_values=value), axis, found, axis_name)
+        return _shard(jnp.pad(array, ends, constant_values=value), axis, mesh, axis_name)
 
     return pad(tokens, axis, 0), pad(ids, -1, PADDING)
 

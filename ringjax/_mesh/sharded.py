@@ -44,12 +44,19 @@ def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: s
         return positions + jax.lax.axis_index(placement.axis_name) * length
     if placement.mesh is None or length % placement.num_shards:
         return positions
-    typed = jax.typeof(array).sharding
+    return _sharded_positions(array, placement.mesh, placement.axis_name)
+
+
+# Jitted with the array as an argument: outside of jax.jit it alone says on which devices an abstract mesh is.
+@functools.partial(jax.jit, static_argnums=(1, 2), keep_unused=True)
+def _sharded_positions(array: Array, mesh: Mesh | AbstractMesh, axis_name: str) -> Int[Array, "T"]:
+    length, typed = array.shape[-3], jax.typeof(array).sharding
     kinds = dict(zip(typed.mesh.axis_names, typed.mesh.axis_types, strict=True))
-    if kinds.get(placement.axis_name) == AxisType.Explicit:
+    if kinds.get(axis_name) == AxisType.Explicit:
         sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
         return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
-    return jax.lax.with_sharding_constraint(positions, NamedSharding(placement.mesh, P(placement.axis_name)))
+    positions = jnp.arange(length, dtype=jnp.int32)
+    return jax.lax.with_sharding_constraint(positions, NamedSharding(mesh, P(axis_name)))
 
 
 def take_whole(array: Array, rows: Int[Array, "R"], axis: int, kv_heads: int = 0) -> Array:
