@@ -151,16 +151,7 @@ ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "residues", "windows
 
 
 @pytest.mark.quick(
-    "union of documents in blocks-4",
-    "grouped by branch-4",
-    "broadcast dropout-4",
-    "far queries-4",
-    "mixed residues-4",
-    "windows and segments-1",
-    "gathered windows-4",
-    "exchanged by groups in a ring-4",
-    "exchanged rows-4",
-    "all-4",
+    "grouped by branch-4", "far queries-4", "windows and segments-1", "gathered windows-4", "exchanged rows-4", "all-4"
 )
 @pytest.mark.parametrize(
     ("name", "ring_size"), [*((name, 4) for name in FEATURES), *((name, 1) for name in ON_ONE_DEVICE)]
@@ -172,7 +163,7 @@ def test_feature_equals_oracle(name, ring_size):
     check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
 
 
-@pytest.mark.quick("1")
+@pytest.mark.wide
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_an_offset_that_is_an_array(ring_size):
     """One program for all chunks of a prompt, in a pattern that straddles; also under vmap, each at its own."""
@@ -296,7 +287,7 @@ def test_numbers_are_global_on_a_mesh(kind, choices):
         assert_close(jax.device_get(jax.jit(named)(*map(put, arrays))), expected)
 
 
-@pytest.mark.quick("(8, 2)")
+@pytest.mark.wide
 @pytest.mark.parametrize("num_heads", [(6, 3), (8, 2)], ids=str)
 def test_groups_that_a_tensor_axis_cuts(num_heads):
     """Three heads of which two devices share the second branch's, and two heads for four devices."""
@@ -321,6 +312,7 @@ def test_a_sink_that_takes_nothing():
     assert_close(ring_results(arrays, **arguments), expected)
 
 
+@pytest.mark.wide
 def test_documents_inside_the_callers_shard_map_and_under_vmap():
     arrays = make_arrays(documents="sorted")
     expected = reference_results(arrays, **PATTERN)
@@ -337,6 +329,7 @@ def test_documents_inside_the_callers_shard_map_and_under_vmap():
         assert_close(jax.device_get(jax.jit(with_gradients(of_vmapped))(*arrays)), expected)
 
 
+@pytest.mark.wide
 def test_an_exchange_under_vmap_and_checkpoint():
     """Each instance draws for itself, in groups of two devices."""
     arguments = {**PATTERN, "dropout_rate": 0.3, "strategy": "all_to_all", "exchange_size": 2}

@@ -96,7 +96,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.quick("local-True", "longnet-True", "two rings-True", "unequal rings-True")
+@pytest.mark.quick("local-True", "longnet-True")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_fused_equals_oracle(kernel, name, is_causal):
@@ -173,7 +173,7 @@ SPANS = {
 }
 
 
-@pytest.mark.quick("local-True", "inside-True", "balanced-True", "halo-True")
+@pytest.mark.quick("local-True", "balanced-True")
 @pytest.mark.parametrize(
     ("name", "is_causal"), [*((name, True) for name in SPANS), ("halo", False), ("around", False), ("padded", False)]
 )
@@ -237,7 +237,7 @@ def test_windows_that_are_left_to_xla(kernel, window, arguments, words):
     assert not kernel.calls
 
 
-@pytest.mark.quick("decrease-1", "interrupted-4")
+@pytest.mark.quick("decrease-1")
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("name", ["decrease", "interrupted"])
 def test_a_promise_that_is_broken_gives_nan(kernel, name, shards):
@@ -349,6 +349,7 @@ def test_other_axes_of_a_mesh(kernel, kind):
         assert not kernel.calls
 
 
+@pytest.mark.wide
 def test_under_vmap_and_in_a_module(kernel):
     arguments = {"segment_lengths": (4, 16), "dilation_rates": (1, 2), "is_causal": True}
     arrays = list(map(jnp.asarray, random_arguments(16, (2, 1), batch=(3,))))

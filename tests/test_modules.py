@@ -285,6 +285,8 @@ def test_eager_transformations_on_a_mesh_that_arrays_carry(kind):
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
     grads = jax.grad(lambda tokens: module.apply(module.params, tokens).sum())(inputs())
     np.testing.assert_allclose(pull_back(jnp.ones_like(out))[0], grads, rtol=0, atol=2e-5)
+    module = Functional("nnx", **PATTERN, rope_theta=100.0, mesh=mesh)  # and where the arrays are on no mesh
+    np.testing.assert_allclose(module.apply(module.params, inputs()), expected, rtol=0, atol=2e-6)
 
 
 def test_dtypes():

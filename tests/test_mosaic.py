@@ -60,7 +60,7 @@ USUAL = (
 )
 
 
-@pytest.mark.quick("grouped by branch")
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES]
 )
@@ -214,6 +214,7 @@ def test_kernels_write_sums_where_something_is_added(pattern, dtype):
     assert set(written) == {dtype}
 
 
+@pytest.mark.wide
 def test_under_vmap_and_checkpoint():
     """Instances that draw for themselves, which are not made one batch; and the same results when computed again."""
     arrays = [np.float32(array) for array in random_arguments(64, (2, 1), (4, 4), (3, 1))]

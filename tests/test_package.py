@@ -46,6 +46,7 @@ def run(folder, *command):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.wide
 def test_the_wheel_runs_on_its_own(installed):
     assert (installed / "site" / "ringjax" / "py.typed").exists()
     assert sorted(path.name for path in (installed / "site").iterdir() if path.suffix != ".dist-info") == ["ringjax"]

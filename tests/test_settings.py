@@ -82,7 +82,7 @@ def test_the_gradient_of_one_result_on_a_mesh_that_arrays_carry(arrays, result):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.quick("plain")
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["documents", "plain"])
 def test_vmap_along_an_axis_of_the_mesh(arrays, documents, kind):
     mesh = make_mesh(data=2, seq=4)

@@ -72,7 +72,7 @@ def test_states_and_output_of_the_original(kind, name):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.quick("learned positions-1")
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "devices"), [("no norms inside", 1), ("learned positions", 1), ("xpos", 8)])
 def test_prefill_and_decoding_equal_the_full_forward(name, devices):
     inputs, prompt = jnp.asarray(tokens()), 40
@@ -108,6 +108,7 @@ def test_what_is_dropped_does_not_depend_on_the_mesh():
         np.testing.assert_allclose(call(model, inputs, key=key)[1], alone, rtol=0, atol=2e-5)
 
 
+@pytest.mark.wide
 def test_dtypes():
     sizes = {"segment_lengths": (8, 64), "dilation_rates": (1, 2), "rngs": nnx.Rngs(0)}
     for given, own in ((jnp.bfloat16, None), (jnp.float32, jnp.bfloat16)):

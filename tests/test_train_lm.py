@@ -65,6 +65,7 @@ def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
     assert "cannot be compared" not in ended.stdout
 
 
+@pytest.mark.wide
 def test_a_sample_continues_its_prompt(runs, undisturbed, tmp_path):
     """And changes nothing: neither later checkpoints nor one that another process is writing."""
     shutil.copytree(undisturbed, tmp_path / "run")

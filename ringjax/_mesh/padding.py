@@ -1,6 +1,5 @@
 """Padding of sequences to lengths that a mesh divides, once, before a model: so nothing behind it has to be whole."""
 
-import functools
 from typing import Any
 
 import jax
@@ -65,11 +64,11 @@ def pad_to_mesh(
         return tokens, ids
     if axis_name in getattr(found, "manual_axes", ()):
         raise ValueError(f"pad_to_mesh inside a shard_map over {axis_name!r} sees one shard: call it before")
-    return _pad(tokens, ids, axis, found, axis_name)
+    # Outside of jax.jit the tokens alone may say on which devices an abstract mesh is, for the documents too.
+    pad = _pad if isinstance(found, Mesh) else jax.jit(_pad, static_argnums=(2, 3, 4))
+    return pad(tokens, ids, axis, found, axis_name)
 
 
-# Jitted: outside of jax.jit the tokens alone may say on which devices the mesh is, for the documents too.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _pad(tokens: Array, ids: Array, axis: int, mesh: Mesh | AbstractMesh, axis_name: str) -> tuple[Array, Array]:
     missing = -tokens.shape[axis] % mesh.shape[axis_name]
 

@@ -51,11 +51,13 @@ def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: s
 @functools.partial(jax.jit, static_argnums=(1, 2), keep_unused=True)
 def _sharded_positions(array: Array, mesh: Mesh | AbstractMesh, axis_name: str) -> Int[Array, "T"]:
     length, typed = array.shape[-3], jax.typeof(array).sharding
-    kinds = dict(zip(typed.mesh.axis_names, typed.mesh.axis_types, strict=True))
-    if kinds.get(axis_name) == AxisType.Explicit:
+    kind = lambda mesh: dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(axis_name)
+    if kind(typed.mesh) == AxisType.Explicit:
         sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
         return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
     positions = jnp.arange(length, dtype=jnp.int32)
+    if kind(mesh) == AxisType.Explicit:  # which tokens are not on yet
+        return positions
     return jax.lax.with_sharding_constraint(positions, NamedSharding(mesh, P(axis_name)))
 
 
