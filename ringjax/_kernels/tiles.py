@@ -70,7 +70,7 @@ class _Fold(NamedTuple):
         return array.reshape(tiles, *self.lead, *rows)
 
 
-def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMask]:
+def _fold_mask(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMask]:
     """Returns how the tiles of a mask are folded, and the folded mask."""
     query_shape, key_shape = query.shape[:-1], keys.key.shape[:-1]
     _, batches, chunks, heads, *_ = key_shape
@@ -93,7 +93,7 @@ def _fold(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMa
 def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial: Partial) -> Partial:
     """Adds the attention of queries on the keys that the mask allows to a softmax under way."""
     shapes = jax.tree.map(jnp.shape, partial)
-    fold, query_mask, key_mask = _fold(query, keys, mask)
+    fold, query_mask, key_mask = _fold_mask(query, keys, mask)
     query, partial = jax.tree.map(fold.queries, (query, partial))
     keys = jax.tree.map(fold.keys, keys)
 
@@ -101,12 +101,12 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
         index, query, query_mask, met = tile
 
         def tile_of_keys(j, partial):
-            tile, tile_mask = _at((keys, key_mask), j if met.first is None else met.first + j)
+            tile_keys, tile_mask = _at((keys, key_mask), met.number(j))
             kept = _kept(query_mask, tile_mask, weighting)
 
             def add(partial: Partial) -> Partial:
-                scores = masked(_scores(query, tile.key, weighting), query_mask, tile_mask)
-                return _add_scores(partial, scores, tile.value, kept, weighting)
+                scores = masked(_scores(query, tile_keys.key, weighting), query_mask, tile_mask)
+                return _add_scores(partial, scores, tile_keys.value, kept, weighting)
 
             return jax.lax.cond(_at(met.meets, j), add, lambda partial: partial, partial)
 
@@ -184,7 +184,7 @@ def start_gradients(queries: Queries, keys: Keys, loop_index: Any = 0, **given: 
 def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, grads: Gradients) -> Gradients:
     """Adds what the allowed pairs contribute to sums of gradients under way."""
     shapes = jax.tree.map(jnp.shape, grads)
-    fold, query_mask, key_mask = _fold(queries.query, keys, mask)
+    fold, query_mask, key_mask = _fold_mask(queries.query, keys, mask)
     queries, query_grad = jax.tree.map(fold.queries, (queries, grads.query))
     keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
 
@@ -193,12 +193,12 @@ def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, gra
 
         def tile_of_queries(i, grads):
             query_grads, key_grad, value_grad = grads
-            number = i if met.first is None else met.first + i
-            tile, tile_mask, query_grad = _at((queries, query_mask, query_grads), number)
+            number = met.number(i)
+            tile_queries, tile_mask, query_grad = _at((queries, query_mask, query_grads), number)
             kept = _kept(tile_mask, key_mask, weighting)
-            mask = lambda scores: masked(scores, tile_mask, key_mask)
+            hide = lambda scores: masked(scores, tile_mask, key_mask)
             zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
-            added = lambda: _tile_gradients(tile, keys, mask, kept, weighting)
+            added = lambda: _tile_gradients(tile_queries, keys, hide, kept, weighting)
             dq, dk, dv = jax.lax.cond(_at(met.meets, i), added, zeros)
             return _put_at(query_grads, number, query_grad + dq), key_grad + dk, value_grad + dv
 
@@ -245,12 +245,12 @@ def _put_at(tiles: Any, index: Array, tile: Any) -> Any:
 
 
 def _tile_gradients(
-    queries: Any, keys: Any, mask: Callable[[Array], Array], kept: Callable[[Array], Array], weighting: Weighting
+    queries: Any, keys: Any, hide: Callable[[Array], Array], kept: Callable[[Array], Array], weighting: Weighting
 ) -> tuple[Float[Array, "*X Q H"], Float[Array, "*X H Rk"], Float[Array, "*X V Rk"]]:
     query, out_grad, lse, delta = queries
     key, value = keys
     scores, dtype = _scores(query, key, weighting), lse.dtype
-    weights = jnp.exp(mask(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
+    weights = jnp.exp(hide(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
     weights_grad = kept(_multiply("...qv,...jv->...qj", out_grad, value, weighting, dtype))
     # dx; its factor `scale` is left to the sums.
     logits_grad = weights * (weights_grad - delta[..., None])

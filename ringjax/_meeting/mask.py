@@ -32,6 +32,10 @@ class Met(NamedTuple):
     stop: Int[Array, "I"]
     meets: Bool[Array, "I J"]
 
+    def number(self, tile: Any) -> Any:
+        """Returns the number of a tile of the group among all."""
+        return tile if self.first is None else self.first + tile
+
 
 class Visits(NamedTuple):
     """Which tiles of queries and of keys meet, and which of these no mask cuts; tiles of other groups never meet."""
