@@ -12,9 +12,9 @@ from oracle import make_mesh, random_arguments, reference_results, ring_results
 from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_reference
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels import tpu_call
+from ringjax._kernels import tpu, tpu_call
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._kernels.mosaic import MosaicTpu
+from ringjax._kernels.mosaic import MosaicTpu, _tiles
 from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
 from ringjax._meeting.mask import Visits
 from ringjax._meeting.meeting import Meeting, Slots, make_mask
@@ -252,3 +252,8 @@ def test_a_named_implementation_that_cannot_serve_is_an_error():
     arrays = [jnp.asarray(array, jnp.float16) for array in random_arguments(16)]
     with pytest.raises(ValueError, match="implementation='mosaic' cannot serve: it runs on TPUs and on Hopper GPUs"):
         ring_dilated_attention(*arrays, segment_lengths=(8,), dilation_rates=(1,), implementation="mosaic")
+
+
+@pytest.mark.parametrize(("rows", "count", "padded"), [(512, 13, 16), (1024, 13, 14), (1024, 17, 18), (2048, 3, 3)])
+def test_tiles_are_padded_to_the_steps_that_are_taken(rows, count, padded):
+    assert _tiles(count * rows, rows, tpu.parts_of) == (padded, rows)

@@ -178,6 +178,16 @@ def test_a_branch_by_itself_sends_what_it_does_among_others():
     assert sorted([*alone[0], *alone[1]]) == sorted(together)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_timed_is_what_is_stated(dtype):
+    """Also forward, where a gradient is to follow: that asks for the lse."""
+    comparison = plan([Segments(2**16)], num_tokens=2**16, num_heads=32, num_kv_heads=8, dtype=dtype)
+    (exchange,) = (one for one in comparison.forecasts if one.strategy == "all_to_all")
+    stated = [message for message in exchange.messages if message.direction == "forward"]
+    seconds = sum(comparison.machine.seconds(message, 8) for message in stated)
+    assert exchange.forward.exposed == pytest.approx(seconds, rel=1e-12)
+
+
 def test_the_command_compiles_what_it_states(capsys):
     options = (
         "--causal --heads 4 --head-dim 8 --tokens 64 --dtype float32 --device cpu --mesh seq=4 --forward --compile"

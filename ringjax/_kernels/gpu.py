@@ -31,7 +31,7 @@ STAYS, PASSES = 0, 1  # the axes of a tile of pairs
 Sums = tuple[Array, ...]
 
 
-def parts(rows: int) -> tuple[int, ...]:
+def parts_of(rows: int) -> tuple[int, ...]:
     """Returns how many tiles of so many rows come by in one step."""
     del rows
     return (1,)

@@ -46,7 +46,7 @@ _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Pre
 class Kernels(Protocol):
     """The kernels for one kind of devices; `tpu` says what each computes."""
 
-    parts: Any
+    parts_of: Any
     forward: Any
     backward_queries: Any
     backward_keys: Any
@@ -155,7 +155,7 @@ class Mosaic(KernelImplementation):
         return KernelGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
 
     def _tile(self, mask: Any, most_rows: int) -> Any:
-        return _tile(mask, most_rows, self.kernels.parts)
+        return _tile(mask, most_rows, self.kernels.parts_of)
 
 
 class MosaicTpu(Mosaic):

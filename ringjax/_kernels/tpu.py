@@ -30,13 +30,13 @@ _MANY_ROWS, _KEYS_AT_ONCE = 512, 256
 Sums = tuple[Array, ...]
 
 
-def parts(rows: int) -> tuple[int, ...]:
+def parts_of(rows: int) -> tuple[int, ...]:
     """Returns how many tiles of so many rows may come by in one step, the most first."""
     return (*(count for count in (4, 2) if count * rows <= STEP_ROWS), 1)
 
 
 def _parts(of_mask: Array) -> int:
-    return next(count for count in parts(of_mask.shape[-1]) if of_mask.shape[0] % count == 0)
+    return next(count for count in parts_of(of_mask.shape[-1]) if of_mask.shape[0] % count == 0)
 
 
 # In a kernel. Numbers of rows lie along lanes, [1, R]; where they have to lie along sublanes, they are transposed once
