@@ -26,7 +26,7 @@ from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
 from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
-from ringjax._kernels.tile_list import WHOLE, list_tiles
+from ringjax._kernels.tile_list import WHOLE, TileList, list_tiles
 from ringjax._kernels.tpu import STEP_ROWS
 from ringjax._meeting.meeting import Meeting, Slots, make_mask
 from ringjax._meeting.protocol import Request
@@ -190,8 +190,13 @@ def steps_of(branch: Any, pattern: DilatedPattern, stays: int) -> int:
     branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
     rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
     slots = Slots(rows, rows.shard[None], False)
-    visits = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots))).visits
-    steps = list_tiles(visits if stays == 0 else visits.transposed(), STEP_ROWS // 512)
+
+    @jax.jit
+    def list_steps() -> TileList:
+        visits = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots))).visits
+        return list_tiles(visits if stays == 0 else visits.transposed(), STEP_ROWS // 512)
+
+    steps = list_steps()
     assert (np.asarray(steps.notes)[: int(steps.length)] & 3 == WHOLE).all()
     return int(steps.length)
 
@@ -201,13 +206,13 @@ def bundles_of_pairs(found: dict[str, Any], pattern: Any, length: int) -> dict[s
     read = DilatedPattern.of_lengths(*pattern)
     branches = make_schedule(read, length, 1, 1, False)
     num_pairs = sum(length * (segment // rate) // rate for segment, rate in zip(*pattern, strict=True))
+    steps = [sum(steps_of(branch, read, stays) for branch in branches) for stays in (0, 1)]
     taken = {}
     for kernel, stays in (("forward", 0), ("query_gradient", 0), ("key_gradient", 1)):
         # What is outside of the regions that multiply is taken in every step, at most.
         regions = named(found[kernel])
         beside = found[kernel]["bundles"] - sum(region.bundles for region in regions.values())
-        of_step = regions["whole"].bundles + beside
-        taken[kernel] = of_step * sum(steps_of(branch, read, stays) for branch in branches) / num_pairs
+        taken[kernel] = (regions["whole"].bundles + beside) * steps[stays] / num_pairs
     return {"forward": taken["forward"], "with gradient": sum(taken.values())}
 
 

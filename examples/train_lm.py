@@ -59,10 +59,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--mesh", type=parse_mesh, help="mesh axes, such as data=2,fsdp=2,seq=4; by default all devices, seq=8")
     add("--sequence-length", type=positive, default=8192, help="bytes in a sequence")
     add("--batch-size", type=positive, help="sequences in a step; by default one for each device along data and fsdp")
-    add("--steps", type=positive, default=440, help="steps of training")
+    add("--steps", type=positive, default=400, help="steps of training")
     add("--learning-rate", type=learning_rate, default=0.02, help="the peak; it warms up and then decays")
     add("--width", type=positive, default=128, help="width of the model")
-    add("--layers", type=positive, default=3, help="layers of the model")
+    add("--layers", type=positive, default=2, help="layers of the model")
     add("--heads", type=positive, default=8, help="attention heads")
     add("--ngram-bits", type=ngram_bits, default=NGRAM_BITS, help="bits that tell the last 2, 3, 4 and 6 bytes apart")
     add("--segment-lengths", type=integers, default=(256, 2048, 8192), help="of the pattern's branches")
@@ -70,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the computation")
     add("--seed", type=seed, default=0, help="of the parameters and the order of the data")
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder of checkpoints and metrics")
-    add("--checkpoint-every", type=positive, default=50, help="steps between checkpoints")
+    add("--checkpoint-every", type=positive, default=100, help="steps between checkpoints")
     add("--evaluation-batches", type=positive, default=16, help="batches of held-out text in an evaluation")
     add(
         "--compare",

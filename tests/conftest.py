@@ -38,12 +38,12 @@ from benchmarks.training_runs import Runs
 gc.freeze()
 gc.set_threshold(2_000_000, 50, 100)
 
-# What depends on the interpreter and the version of jax, beside a tenth of the rest.
+# What depends on the interpreter and the version of jax; of the rest every tenth quick test is enough.
 ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "schedule", "pattern", "device_order"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tenth", action="store_true", help="of the tests of numbers, run every tenth")
+    parser.addoption("--tenth", action="store_true", help="of the tests of numbers, run every tenth quick one")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(config, items):
     mark_wide_cases(items, are_all=not any("::" in argument for argument in config.args))
     if config.getoption("--tenth"):
         rest = [item for item in items if item.path.stem.removeprefix("test_") not in ALWAYS]
-        left_out = set(rest) - set(rest[::10])
+        quick = [item for item in rest if item.get_closest_marker("wide") is None]
+        left_out = set(rest) - set(quick[::10])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
