@@ -17,6 +17,7 @@ from ringjax._definition.arguments import (
     check_choices,
     check_numbers,
     check_positions,
+    check_precision,
     read_documents,
     read_order,
     read_seed,
@@ -214,6 +215,7 @@ def ring_dilated_attention(
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
     check_choices(is_causal, strategy, STRATEGIES, implementation, NAMES)
     check_exchange_size(exchange_size, strategy)
+    check_precision(precision)
     check_mesh(mesh, axis_name, spec)
     documents = read_documents(document_ids, query, key)
     is_sorted = read_order(documents_are_sorted, document_ids)

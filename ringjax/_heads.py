@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
-from ringjax._definition.arguments import check_choices, check_numbers, read_order
+from ringjax._definition.arguments import check_choices, check_numbers, check_precision, read_order
 from ringjax._definition.counts import check_count, is_integer
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.promotion import with_own_promotion
@@ -80,6 +80,7 @@ class Settings:
         check_numbers(None, self.logits_soft_cap, self.dropout_rate)
         read_order(self.documents_are_sorted)
         check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, NAMES)
+        check_precision(self.precision)
         check_exchange_size(self.exchange_size, self.strategy)
         check_mesh(self.mesh, self.axis_name, self.spec)
         if theta is not None and not isinstance(theta, numbers.Real):

@@ -1,5 +1,6 @@
 """The checks of a call's arguments, before anything is traced further."""
 
+import functools
 import numbers
 from typing import Any
 
@@ -98,6 +99,23 @@ def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation
     if implementation is not None and implementation not in implementations:
         known = ", ".join(map(repr, implementations))
         raise ValueError(f"implementation={implementation!r} is unknown: use one of {known}, or None for the fastest")
+
+
+def check_precision(precision: Any) -> None:
+    """Checks that products can be of a precision.
+
+    Raises:
+      ValueError: naming the argument, its value and the remedy.
+    """
+    if precision is None:
+        return
+    array = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        hash(precision)
+        jax.eval_shape(functools.partial(jnp.einsum, "ij,jk", precision=precision), array, array)
+    except (TypeError, ValueError) as error:
+        words = "is none that products can be of: pass 'default', 'high', 'highest', or a jax.lax.Precision"
+        raise ValueError(f"precision={precision!r} {words}") from error
 
 
 def check_positions(length: int, key_length: int, query_offset: int) -> None:
