@@ -179,6 +179,7 @@ def test_the_last_positions(unchecked):
     [
         ({"implementation": "fast"}, ValueError, "implementation='fast' is unknown"),
         ({"strategy": "tree"}, ValueError, "strategy='tree' is unknown"),
+        ({"precision": "exact"}, ValueError, "precision='exact' is none that products can be of"),
         ({"exchange_size": 2}, ValueError, "exchange_size=2 is given, but strategy='ring' exchanges nothing"),
         ({"logits_soft_cap": 1e300}, ValueError, "logits_soft_cap=1e\\+300 must be positive"),
         ({"spec": "data"}, TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
