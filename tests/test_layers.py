@@ -36,6 +36,7 @@ FOLDERS = {
             "schedule": {"side", "traits"},
             "make": {"schedule", "side"},
             "cost": {"heads", "schedule", "side"},
+            "pairs": {"schedule", "side"},
             "strategy": {"schedule"},
         },
     ),

@@ -18,6 +18,7 @@ from oracle import make_mesh, random_arguments
 import ringjax
 from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
+from ringjax._forecast.forecast import forecast
 from ringjax._forecast.machine import MACHINES, machine_of
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
@@ -300,13 +301,34 @@ def test_devices_are_known_by_their_kinds(platform, kind, name):
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):
-    for name in ("_ROUNDS", "_STEPS"):
-        monkeypatch.setattr(f"ringjax._planner.measure.{name}", 1)
+    for name, few in (("_ROUNDS", 1), ("_STEPS", 1), ("_ROWS_ON_CPUS", 64)):
+        monkeypatch.setattr(f"ringjax._planner.measure.{name}", few)
     path = tmp_path / "figures.json"
     assert main(["plan", "--measure", str(path)]) == 0
     comparison = plan(LONGNET, num_tokens=32768, num_heads=8, dtype="float32", device=str(path))
     assert comparison.machine.rate(4) > 1e8
     assert comparison.best.seconds > 0
+
+
+def test_what_pairs_take_beside_products():
+    """Of whole tiles: a window of 64 takes tiles of 128 queries with its own keys and the 63 before, on a CPU."""
+    sizes = {"num_tokens": 1024, "num_heads": 8, "is_causal": True, "mesh": 8, "device": "cpu"}
+    comparison = plan([Window(64)], **sizes)
+    (ring,) = (one for one in comparison.forecasts if one.strategy == "ring")
+    assert ring.pairs == 8 * 128 * 64
+    assert ring.computed == 8 * 128 * (128 + 63)
+    costly = dataclasses.replace(comparison.machine, pair_seconds=1.0)
+    taken = forecast(comparison.call, "ring", ring.schedules, costly)
+    assert taken.forward.products == pytest.approx(ring.forward.products + ring.computed)
+    assert taken.backward.products == pytest.approx(ring.backward.products + 2 * ring.computed)
+
+
+def test_messages_that_devices_copy_themselves_are_not_hidden():
+    comparison = plan([Segments(4096)], num_tokens=4096, num_heads=8, mesh=8, device="cpu", has_gradient=False)
+    (ring,) = (one for one in comparison.forecasts if one.strategy == "ring")
+    taken = ring.forward
+    assert taken.hidden == 0 < taken.exposed
+    assert taken.total == pytest.approx(taken.products + taken.memory + taken.exposed)
 
 
 def test_why_nothing_preferred_serves():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ringjax import DilatedPattern, Segments, Window
 from ringjax._schedule.make import make_schedule
+from ringjax._schedule.pairs import num_kept_pairs, num_tile_pairs
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 from ringjax._schedule.strategy import schedules_with
@@ -252,6 +253,47 @@ def test_a_causal_window_is_the_same_work_on_all_devices_but_the_first(window):
     inner = window.count(np.arange(4 * shard_length, 5 * shard_length), 0, 512, 0, 512, is_causal=True).sum()
     assert pairs[4] == inner
     assert max(pairs) <= 1.02 * inner
+
+
+def met_pairs(branch: BranchSchedule, shard: int, offsets: tuple[int, ...]) -> int:
+    """The pairs in the tiles of a shard of which some query sees from its first to its last key one of the other's."""
+
+    def tiles(side: Side, shard: int) -> np.ndarray:
+        slots = np.stack([tokens_of(branch, side, shard, offset) for offset in offsets])
+        empty = np.full((len(offsets), side.num_full_chunks - side.num_chunks, slots.shape[2]), -1)
+        sizes = len(offsets), side.num_tile_groups, side.chunks_per_tile, side.num_blocks, side.block_rows
+        return np.concatenate([slots, empty], axis=1).reshape(sizes).transpose(1, 2, 3, 0, 4)  # [groups, C, I, O, R]
+
+    queries = tiles(branch.queries, shard)
+    first, last = branch.branch.seen(queries, branch.is_causal)
+    low = np.where(queries >= 0, first, queries.max() + 1).min(axis=(3, 4))[..., None]
+    high = np.where(queries >= 0, last, -1).max(axis=(3, 4))[..., None]
+    total = 0
+    for source, side in meetings(branch, shard, branch.key_legs, branch.keys):
+        keys = tiles(side, source)
+        most = keys.max(axis=(3, 4))[:, :, None]
+        least = np.where(keys >= 0, keys, most[..., None, None].max() + 1).min(axis=(3, 4))[:, :, None]
+        meets = ((low <= most) & (least <= high) & (most >= 0)).any(axis=1)
+        total += int(meets.sum()) * branch.queries.block_rows * side.block_rows * side.chunks_per_tile
+    return total
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "branch",
+    [
+        *(Segments(16), Segments(96), Segments(96, 4), Segments(384), Segments(384, 2), Segments(130)),
+        *(Segments(100, 3), Window(9), Window(40), Window(150), Window(13, 4), Window(21, 5)),
+    ],
+    ids=str,
+)
+def test_pairs_of_tiles_that_meet(branch, is_causal):
+    """The count in closed form is that of the busiest device's tiles, one by one."""
+    (one,) = make_schedule(DilatedPattern([branch]), 384, 8, 3, is_causal, max_block_rows=8)
+    offsets = tuple(head % one.branch.offset_rate for head in range(3))
+    counted = [met_pairs(one, shard, offsets) for shard in range(8)]
+    assert num_tile_pairs(one, offsets) == max(counted)
+    assert max(counted) >= num_kept_pairs(one, offsets)
 
 
 def test_swapping_is_its_own_inverse_and_stays_in_the_ring():

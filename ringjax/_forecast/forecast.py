@@ -1,7 +1,8 @@
 """What a strategy will take: bounds of its time on a machine, and which strategy's bound is the least.
 
 All are bounds: products at the machine's peak, each array read and written once where it must be, and messages at the
-full rate of links. What a message has beside it hides it, as far as that lasts.
+full rate of links. What is computed beside a message hides it, as far as that lasts, but for devices that copy messages
+themselves.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ from ringjax._schedule.cost import (
     Work,
     branch_messages,
     exchange_messages,
-    num_pairs,
 )
+from ringjax._schedule.pairs import num_kept_pairs, num_tile_pairs
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.strategy import STRATEGIES, Schedules
 
@@ -49,8 +50,9 @@ class Forecast:
       schedules: the schedule of each branch.
       implemented: the same in the tiles of what computes them.
       messages: what each device sends.
-      pairs: the pairs of queries and keys that the busiest device computes, over its batch and heads.
-      operations: the operations of the busiest device, forward and of the gradient.
+      pairs: the pairs of queries and keys that the busiest device keeps, over its batch and heads.
+      computed: the pairs that it computes for these: those of whole tiles, where tiles are computed as a whole.
+      operations: the operations of their products, forward and of the gradient.
       memory: the bytes that it holds at the peak, by count; compilers differ.
       forward, backward: the bounds of time.
     """
@@ -60,6 +62,7 @@ class Forecast:
     implemented: Schedules
     messages: tuple[Message, ...]
     pairs: int
+    computed: int
     operations: tuple[int, int]
     memory: int
     forward: Seconds
@@ -103,7 +106,8 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         schedules,
         branches,
         tuple(sum(of_branches, of_exchange)),
-        sum(_pairs(call.work, branch) for branch in branches),
+        sum(_num_heads(call.work, branch) * _kept(call.work, branch) for branch in branches),
+        sum(_computed(call.work, branch) for branch in branches),
         (forward, backward),
         peak_bytes(call.work, branches, ON_TPUS if machine.platform == "tpu" else ON_GPUS, has_gradient),
         seconds["forward"],
@@ -152,11 +156,21 @@ def _served(call: Call, only: int | None = None) -> dict[str, Schedules]:
 def _operations(work: Work, branch: BranchSchedule, direction: Direction) -> int:
     """Two products of each pair forward, five in the gradient, of which it computes one again."""
     of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
-    return 2 * of_pair * _pairs(work, branch)
+    return 2 * of_pair * _computed(work, branch)
 
 
-def _pairs(work: Work, branch: BranchSchedule) -> int:
-    return work.batch * work.heads_of(branch)[0] * num_pairs(work, branch)
+def _computed(work: Work, branch: BranchSchedule) -> int:
+    """The pairs that are computed, over batch and heads."""
+    count = num_tile_pairs(branch, work.offsets(branch)) if branch.traits.takes_whole_tiles else _kept(work, branch)
+    return _num_heads(work, branch) * count
+
+
+def _kept(work: Work, branch: BranchSchedule) -> int:
+    return num_kept_pairs(branch, work.offsets(branch))
+
+
+def _num_heads(work: Work, branch: BranchSchedule) -> int:
+    return work.batch * work.heads_of(branch)[0]
 
 
 def _of_branch(
@@ -168,6 +182,8 @@ def _of_branch(
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
     num_meetings = 1 if branch.is_gathered else 1 + max((leg.hops for leg in branch.key_legs), default=0)
     products = _operations(work, branch, direction) / machine.rate(work.itemsize)
+    # The gradient takes the exponential again, and what becomes of it.
+    products += (1 if direction == "forward" else 2) * _computed(work, branch) * machine.pair_seconds
     memory = _bytes_moved(work, branch, num_meetings, direction) / machine.memory_bandwidth
     # Sums are read and written between products; what comes is computed with last, when it is there.
     computing = products + memory
@@ -184,7 +200,8 @@ def _of_exchange(call: Call, own: list[Message], machine: Machine, direction: Di
 def _links(
     found: Iterable[Message], machine: Machine, num_devices: int, direction: Direction, is_hidden: bool
 ) -> float:
-    own = (message for message in found if (message.direction, message.is_hidden) == (direction, is_hidden))
+    own = (message for message in found if message.direction == direction)
+    own = (message for message in own if (message.is_hidden and machine.hides_messages) == is_hidden)
     return sum((machine.seconds(message, num_devices) for message in own), 0.0)
 
 

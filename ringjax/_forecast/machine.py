@@ -25,6 +25,8 @@ class Machine:
       node_size: the number of devices that links connect.
       is_grid: whether links lead to the next devices alone, so that what goes further takes several.
       latency: the seconds that a message takes, however short.
+      pair_seconds: the seconds that a pair takes beside its products, such as for its exponential; 0 where that goes on
+        while others multiply.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Machine:
     node_size: int
     is_grid: bool = False
     latency: float = 0.0
+    pair_seconds: float = 0.0
 
     def rate(self, itemsize: int) -> float:
         """Returns the most operations in a second on numbers of so many bytes, or of the next that is known."""
@@ -48,6 +51,11 @@ class Machine:
         is_inside = self.is_inside(message, num_devices)
         one = self._inside(message, num_devices) if is_inside else self._across(message)
         return message.times * (one + self.latency)
+
+    @property
+    def hides_messages(self) -> bool:
+        """Whether devices compute while messages are on their way; CPUs copy these themselves."""
+        return self.platform != "cpu"
 
     def is_inside(self, message: Message, num_devices: int) -> bool:
         """Returns whether a message stays inside of nodes, on every device."""
@@ -153,9 +161,10 @@ def _check_figures(machine: Machine) -> None:
     rates |= {name: getattr(machine, name) for name in ("network_bandwidth", "node_size")}
     if not machine.operations:
         raise ValueError("operations is empty")
-    for name, rate in {**rates, "latency": machine.latency}.items():
+    costs = {name: getattr(machine, name) for name in ("latency", "pair_seconds")}
+    for name, rate in {**rates, **costs}.items():
         is_number = isinstance(rate, int | float) and math.isfinite(rate)
-        if not is_number or rate < 0 or (rate == 0 and name != "latency"):
+        if not is_number or rate < 0 or (rate == 0 and name not in costs):
             raise ValueError(f"{name} is {rate!r}, which is no positive number")
     if not isinstance(machine.node_size, int):
         raise ValueError(f"node_size is {machine.node_size!r}, which is no integer")

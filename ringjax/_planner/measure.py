@@ -1,41 +1,84 @@
 """Measures the figures of the devices that there are: what `ringjax plan --measure` writes."""
 
 import dataclasses
+import functools
+import itertools
 import json
+import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringjax._attention import ring_dilated_attention
+from ringjax._definition.branch import Segments
+from ringjax._forecast.forecast import forecast
 from ringjax._forecast.machine import Machine, machine_of
 from ringjax._mesh.mesh import lowered_platform
+from ringjax._recording import recording
 
-_ROWS, _WIDTH, _STEPS, _ROUNDS = 256, 64, 64, 5
+_ROUNDS, _STEPS = 10, 4
+# Of shards that attend within themselves, to all and to few, at two widths: enough of them to be busy for a while.
+_HEADS, _WIDTHS, _SEGMENTS, _ROWS, _ROWS_ON_CPUS = 8, (32, 128), (1, 32), 8192, 1024
+# The numbers of a small message and of a large one.
+_MESSAGES = 1, 2**20
+_DTYPES = {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
+
+
+class _Costs(NamedTuple):
+    """What attention takes, in seconds: an operation of its products, a pair beside these, a byte of its memory.
+
+    Or how many there are of each.
+    """
+
+    operation: float
+    pair: float
+    byte: float
+
+
+class _Sample(NamedTuple):
+    """A call of attention, with the counts of what it takes."""
+
+    counts: _Costs
+    call: Callable[[], Any]
 
 
 def measure() -> Machine:
     """Returns the figures of the devices of this machine, all of which work at the same time.
 
-    Products are those of tiles of logits, so that the rate is one that attention can reach.
+    Those of products and memory are of attention itself, so that they are ones that it reaches.
     """
     devices = jax.devices()
     mesh = Mesh(devices, ("seq",), axis_types=(AxisType.Auto,))
     usual = machine_of(lowered_platform(devices[0].platform), devices[0].device_kind)
-    rates = {size: _product_rate(mesh, size) for size in usual.operations}
-    bandwidth, link, latency = _memory_bandwidth(mesh), usual.link_bandwidth, usual.latency
+    sizes = [(size, *sizes) for size in usual.operations for sizes in itertools.product(_WIDTHS, _SEGMENTS)]
+    samples = {of_sample: _sample(mesh, usual, *of_sample) for of_sample in sizes}
+    calls: dict[Any, Callable[[], Any]] = {name: sample.call for name, sample in samples.items()}
     if len(devices) > 1:
-        latency = _permute_seconds(mesh, 1)
-        large = 2**18
-        link = 4 * large / max(1e-9, _permute_seconds(mesh, large) - latency)
+        calls |= {numbers: _permute(mesh, numbers) for numbers in _MESSAGES}
+    seconds = _best_in_turns(calls)
+    found = {
+        size: _costs([(one.counts, seconds[name]) for name, one in samples.items() if name[0] == size], usual, size)
+        for size in usual.operations
+    }
+    of_narrowest = found[min(found)]
+    link, latency = usual.link_bandwidth, usual.latency
+    if len(devices) > 1:
+        few, many = _MESSAGES
+        latency = seconds[few] / _STEPS
+        link = 4 * (many - few) * _STEPS / max(1e-9, seconds[many] - seconds[few])
     return dataclasses.replace(
         usual,
         name=f"{devices[0].device_kind}, measured",
-        operations=rates,
-        memory_bandwidth=bandwidth,
+        operations={size: 1 / costs.operation for size, costs in found.items()},
+        memory_bandwidth=1 / of_narrowest.byte,
+        pair_seconds=of_narrowest.pair,
         link_bandwidth=link,
         node_size=max(usual.node_size, len(devices)),
         latency=latency,
@@ -48,44 +91,46 @@ def write(machine: Machine, path: str) -> None:
         json.dump(dataclasses.asdict(machine), file, indent=1)
 
 
-def _best(call: Callable[..., Any], *arrays: jax.Array) -> float:
-    jax.block_until_ready(call(*arrays))
-    seconds = []
-    for _ in range(_ROUNDS):
+def _best_in_turns(calls: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
+    """Returns the least seconds of each call; in turns, so that all are of a machine at the same speed."""
+    best = dict.fromkeys(calls, math.inf)
+    for number, (name, call) in itertools.product(range(_ROUNDS + 1), calls.items()):
         begin = time.perf_counter()
-        jax.block_until_ready(call(*arrays))
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+        jax.block_until_ready(call())
+        if number:  # the first time warms up
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return best
 
 
-def _on_all(mesh: Mesh, function: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> float:
-    sharding = NamedSharding(mesh, P("seq"))
-    array = jax.device_put(jnp.full((mesh.size * shape[0], *shape[1:]), 0.01, dtype), sharding)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("seq"), out_specs=P("seq"))
-    return _best(jax.jit(mapped), array)
-
-
-def _product_rate(mesh: Mesh, itemsize: int) -> float:
-    dtype = {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}[itemsize]
-
-    def tiles(rows: jax.Array) -> jax.Array:
-        def body(_: Any, rows: jax.Array) -> jax.Array:
-            weights = jnp.exp(jnp.einsum("hqd,hkd->hqk", rows, rows))
-            return rows + jnp.einsum("hqk,hkd->hqd", weights, rows) * 1e-6
-
-        return jax.lax.fori_loop(0, _STEPS, body, rows)
-
-    heads = 8
+def _sample(mesh: Mesh, usual: Machine, itemsize: int, width: int, num_segments: int) -> _Sample:
+    """Returns attention in so many segments of each shard."""
+    rows = _ROWS_ON_CPUS if usual.platform == "cpu" else _ROWS
+    attend = functools.partial(ring_dilated_attention, pattern=[Segments(rows // num_segments)], mesh=mesh)
     with jax.enable_x64(itemsize == 8):
-        seconds = _on_all(mesh, tiles, (heads, _ROWS, _WIDTH), dtype)
-    return 4.0 * heads * _ROWS**2 * _WIDTH * _STEPS / seconds
+        array = jnp.full((1, mesh.size * rows, _HEADS, width), 0.01, _DTYPES[itemsize])
+        array = jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
+        with recording() as records:
+            compiled = jax.jit(attend).lower(array, array, array).compile()
+    call = records[0].call
+    counted = forecast(call, "ring", call.schedules("ring"), usual, has_gradient=False)
+    num_bytes = counted.forward.memory * usual.memory_bandwidth
+    counts = _Costs(counted.operations[0], counted.computed, num_bytes)
+    return _Sample(counts, functools.partial(compiled, array, array, array))
 
 
-def _memory_bandwidth(mesh: Mesh, numbers: int = 2**22) -> float:
-    return 2 * 4 * numbers / _on_all(mesh, lambda array: array + 1, (numbers,), jnp.float32)
+def _costs(samples: list[tuple[_Costs, float]], usual: Machine, itemsize: int) -> _Costs:
+    """Returns the costs that explain best what the samples take, none of them below zero."""
+    counts, seconds = (np.array(column) for column in zip(*samples, strict=True))
+    found, _ = scipy.optimize.nnls(counts / seconds[:, None], np.ones(len(samples)))
+    # What takes too little to be seen is taken to be what such devices are known for.
+    known = _Costs(1 / usual.rate(itemsize), usual.pair_seconds, 1 / usual.memory_bandwidth)
+    return _Costs(*(float(cost) or other for cost, other in zip(found, known, strict=True)))
 
 
-def _permute_seconds(mesh: Mesh, numbers: int, steps: int = 16) -> float:
+def _permute(mesh: Mesh, numbers: int) -> Callable[[], Any]:
+    """Returns some messages of so many numbers, one after the other."""
     around = [(device, (device + 1) % mesh.size) for device in range(mesh.size)]
     hop = lambda _, array: jax.lax.ppermute(array, "seq", around)
-    return _on_all(mesh, lambda array: jax.lax.fori_loop(0, steps, hop, array), (numbers,), jnp.float32) / steps
+    hops = lambda array: jax.lax.fori_loop(0, _STEPS, hop, array)
+    array = jax.device_put(jnp.zeros(mesh.size * numbers, jnp.float32), NamedSharding(mesh, P("seq")))
+    return functools.partial(jax.jit(jax.shard_map(hops, mesh=mesh, in_specs=P("seq"), out_specs=P("seq"))), array)

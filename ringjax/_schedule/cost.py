@@ -1,4 +1,4 @@
-"""What a call costs each device: the messages that it sends, the pairs that it computes; integers alone.
+"""What a call costs each device: its sizes there, and the messages that it sends; integers alone.
 
 B batch, N query heads of a device, K key/value heads, H and V the widths.
 """
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringjax._definition.branch import spaced_tokens
+from ringjax._definition.branch import Branch
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._schedule.heads import HeadParts
 from ringjax._schedule.schedule import BranchSchedule, Leg, exchanged_together
@@ -99,9 +99,17 @@ class Work:
 
     def num_classes(self, branch: BranchSchedule) -> int:
         """Returns how many classes of heads there are, whose rows are not the same."""
-        branches, heads = [(branch.number, branch.branch), *branch.earlier], np.asarray(self._numbers(branch))
-        offsets = [self.pattern.offset(heads, one, number, self.num_kv_heads) for number, one in branches]
+        branches = [(branch.number, branch.branch), *branch.earlier]
+        offsets = [self._offsets(branch, one, number) for number, one in branches]
         return np.unique(np.stack(offsets), axis=1).shape[1]
+
+    def offsets(self, branch: BranchSchedule) -> tuple[int, ...]:
+        """Returns the offset of each key/value head, of all devices, that runs a branch."""
+        return tuple(self._offsets(branch, branch.branch, branch.number).tolist())
+
+    def _offsets(self, branch: BranchSchedule, other: Branch, number: int) -> np.ndarray:
+        """The offsets of the heads of a branch in another branch."""
+        return self.pattern.offset(np.asarray(self._numbers(branch)), other, number, self.num_kv_heads)
 
     def _parts(self, exchange_size: int) -> HeadParts:
         return HeadParts(self.num_kv_heads, self.head_parts * exchange_size)
@@ -250,30 +258,3 @@ def _of_exchange(
     if has_gradient:
         yield exchange("backward", work.width * item + work.residual_bytes(branches), kv_width * item)
         yield exchange("backward", work.width * result, kv_width * grad)
-
-
-@functools.lru_cache(maxsize=1024)
-def num_pairs(work: Work, branch: BranchSchedule) -> int:
-    """Returns how many pairs of a query head's queries and keys the busiest device computes in a branch, on average.
-
-    Of very long shards a sample of evenly spaced tokens is counted and scaled up.
-    """
-    side = branch.queries
-    if branch.is_balanced:  # a triangle of all rows of the ring, in equal parts
-        rows = side.num_rows * branch.ring_size
-        return rows * (rows + 1) // (2 * branch.ring_size)
-    heads = np.asarray(work.pattern.heads_of(branch.number, work.num_kv_heads))
-    offset = work.pattern.offset(heads, branch.branch, branch.number, work.num_kv_heads)
-    offsets, counts = np.unique(offset, return_counts=True)
-    length = side.shard_length
-    local = spaced_tokens(length)
-    found = []
-    for shard in {0, side.num_shards // 2, max(0, side.num_shards - 2), side.num_shards - 1}:
-        token = side.first(shard) + local
-        token = token[token < side.stop]
-        count = lambda offset, token=token: branch.branch.count(
-            token, 0, branch.keys.length, offset, branch.keys.length, branch.is_causal
-        )
-        sums = [count(int(offset)).sum(dtype=np.int64) for offset in offsets]
-        found.append(np.average(sums, weights=counts) * length / max(1, len(local)))
-    return int(max(found))

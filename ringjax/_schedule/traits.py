@@ -11,7 +11,8 @@ class Traits(NamedTuple):
     - the backward `takes_output` and its cotangent of each query, and not the cotangent and what both make, delta;
     - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices;
     - it `copies_arguments` that are the rows of a shard as they are;
-    - it `keeps_logits`, those of a tile, in the memory of arrays.
+    - it `keeps_logits`, those of a tile, in the memory of arrays;
+    - it `takes_whole_tiles`, those of the schedule: all pairs of tiles that meet.
     """
 
     are_added_at_once: bool = False
@@ -19,7 +20,8 @@ class Traits(NamedTuple):
     rows_last: bool = False
     copies_arguments: bool = False
     keeps_logits: bool = False
+    takes_whole_tiles: bool = False
 
 
 # Of XLA's tiles, which serve where nothing else does.
-OF_TILES = Traits(rows_last=True, copies_arguments=True, keeps_logits=True)
+OF_TILES = Traits(rows_last=True, copies_arguments=True, keeps_logits=True, takes_whole_tiles=True)
