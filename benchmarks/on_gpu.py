@@ -185,19 +185,19 @@ def emulated_ring() -> list[dict[str, Any]]:
         length, shards = 65536 // SHRINK, 8
         arrays = random(length, width)
         block = 8 if REHEARSAL else length
-        (branch,) = make_schedule(
+        (schedule,) = make_schedule(
             ringjax.DilatedPattern([ringjax.Segments(length)]), length, shards, HEADS, True, block
         )
-        branch = dataclasses.replace(
-            implementation.prepare(Request(arrays[0], arrays[1], arrays[2], "cuda"), branch), implementation=KERNEL
+        schedule = dataclasses.replace(
+            implementation.prepare(Request(arrays[0], arrays[1], arrays[2], "cuda"), schedule), implementation=KERNEL
         )
         chunks = [
             tuple(
-                _computed_rows(array, branch, shard, implementation, index == 0) for index, array in enumerate(arrays)
+                _computed_rows(array, schedule, shard, implementation, index == 0) for index, array in enumerate(arrays)
             )
             for shard in range(shards)
         ]
-        seconds = sum(device_seconds(_steps(branch, shard, chunks, implementation)) for shard in range(shards))
+        seconds = sum(device_seconds(_steps(schedule, shard, chunks, implementation)) for shard in range(shards))
         alone = directions(functools.partial(ours, pattern=((length,), (1,)), is_causal=True), arrays)
         rows.append(
             {"H": width, "T": length, "block times over one device": seconds / device_seconds(alone["forward"])}
@@ -205,25 +205,25 @@ def emulated_ring() -> list[dict[str, Any]]:
     return rows
 
 
-def _computed_rows(array: jax.Array, branch: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
+def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
     """The rows that a shard computes: its two halves after the swap."""
-    half = branch.queries.num_slots // 2
-    first = [branch.origin(shard, slot) for slot in (0, half)]
-    tokens = [array[:, holder * branch.queries.num_slots + slot :][:, :half] for holder, slot in first]
-    return implementation.lay_out(branch.queries, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
+    half = schedule.queries.num_slots // 2
+    first = [schedule.origin(shard, slot) for slot in (0, half)]
+    tokens = [array[:, holder * schedule.queries.num_slots + slot :][:, :half] for holder, slot in first]
+    return implementation.lay_out(schedule.queries, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
 
 
-def _steps(branch: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
+def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
     heads = BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
-    slots = lambda holder: Slots(Rows(branch, branch.queries, jnp.int32(holder), heads), jnp.int32([holder]), True)
+    slots = lambda holder: Slots(Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True)
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
         partial = implementation.start(query, Keys(*chunks[0][1:3]))
-        for step in range(branch.num_shards):
-            source = branch.source(shard, step)
+        for step in range(schedule.num_shards):
+            source = schedule.source(shard, step)
             sides = implementation.see_queries(slots(shard)), implementation.see_keys(slots(source))
-            keys, meeting = Keys(*chunks[source][1:]), Meeting(branch, *sides, hops=step)
+            keys, meeting = Keys(*chunks[source][1:]), Meeting(schedule, *sides, hops=step)
             partial = implementation.forward(query, keys, meeting, weighting, partial)
         return implementation.finish(partial)
 

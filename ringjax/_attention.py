@@ -297,17 +297,17 @@ def _make_plan(
     call: Call, strategy: Strategy, placement: Placement, weighting: Weighting, broadcast_dropout: bool
 ) -> Plan:
     """Returns the plan of a call; where nothing says on which platform it will run, for others too."""
-    branches = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
-    implemented = call.implement(branches, with_warning=True)
-    is_elsewhere = call.implementation is None and implemented != branches and not placement.is_platform_known
+    schedules = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
+    implemented = call.implement(schedules, with_warning=True)
+    is_elsewhere = call.implementation is None and implemented != schedules and not placement.is_platform_known
     return Plan(
         pattern=call.pattern,
-        branches=implemented,
+        schedules=implemented,
         num_kv_heads=call.work.num_kv_heads,
         weighting=weighting,
         placement=placement,
         broadcast_dropout=broadcast_dropout,
-        elsewhere=branches if is_elsewhere else None,
+        elsewhere=schedules if is_elsewhere else None,
     )
 
 

@@ -82,22 +82,22 @@ def sent(compiled):
 def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, is_causal, heads):
     """A row goes once to each other shard that is linked to its own by segments, and to none else."""
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
-    (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), length, 8, heads[1], is_causal)
+    (schedule,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), length, 8, heads[1], is_causal)
     row, query, results = row_bytes(*heads)
     if rate == 1:  # all tokens are kept: nobody asks for the lse
         results = query
     parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
     hops = max(map(len, parts)) - 1
     assert hops > 0
-    assert queries_travel(branch, row) == (heads[0] == heads[1])
+    assert queries_travel(schedule, row) == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
     # Where causal shards swap halves to have the same work, these go there and the results back.
     swapped = slots // 2 if is_causal and fills_shards else 0
     expected = hops * slots * row.keys + swapped * (query + row.keys + results)
-    work = Work(DilatedPattern([branch.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
-    stated = lambda direction, has_gradient: sum_sent(messages(work, (branch,), has_gradient), direction)
+    work = Work(DilatedPattern([schedule.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
+    stated = lambda direction, has_gradient: sum_sent(messages(work, (schedule,), has_gradient), direction)
     assert sent(forward) == expected == stated("forward", False)
     backward = compile_backward(mesh, length, heads, **arguments)
     travels = min(row.queries + row.query_grad, row.keys + row.keys_grad)
@@ -301,7 +301,7 @@ def test_masked_blocks_are_skipped():
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
         rows = Plan(pattern, branches, 1, Weighting(1.0), Placement()).rows(branches[0])
         slots = Slots(rows, rows.shard[None], False)
-        visits = make_mask(Meeting(slots.branch, see_queries(slots), see_keys(slots))).visits
+        visits = make_mask(Meeting(slots.schedule, see_queries(slots), see_keys(slots))).visits
         counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)

@@ -373,11 +373,11 @@ def test_all_features_stay_on_their_shards(gradient):
 def visits_of(documents, branches=(Segments(128),), block_size=16, shards=1, **arguments):
     """The tiles that meet, and those that are whole, on one shard with one head."""
     pattern = DilatedPattern(branches, **arguments)
-    branch = make_schedule(pattern, documents.shape[1], shards, 1, True, block_size)[-1]
-    rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
-    tiles = documents.reshape(documents.shape[0], -1, 1, 1, branch.queries.block_rows).swapaxes(0, 1)
+    schedule = make_schedule(pattern, documents.shape[1], shards, 1, True, block_size)[-1]
+    rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
+    tiles = documents.reshape(documents.shape[0], -1, 1, 1, schedule.queries.block_rows).swapaxes(0, 1)
     slots = Slots(rows, rows.shard[None], False, jnp.asarray(tiles))
-    return make_mask(Meeting(slots.branch, see_queries(slots), see_keys(slots))).visits
+    return make_mask(Meeting(slots.schedule, see_queries(slots), see_keys(slots))).visits
 
 
 def test_blocks_whose_documents_do_not_meet_are_skipped():

@@ -146,15 +146,15 @@ def test_no_step_is_in_vain(pattern, documents):
     """A step is taken where some pair attends, and there alone."""
     length = 8192
     pattern = DilatedPattern(pattern)
-    (branch,) = make_schedule(pattern, length, 1, 1, True)
+    (schedule,) = make_schedule(pattern, length, 1, 1, True)
     mosaic = MosaicTpu()
     shape = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16)
-    branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
+    schedule = mosaic.prepare(Request(shape, shape, shape, "tpu"), schedule)
 
     def list_steps():
-        rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
+        rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
         slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
-        mask = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots)))
+        mask = make_mask(Meeting(schedule, mosaic.see_queries(slots), mosaic.see_keys(slots)))
         parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
         return mask.queries, mask.keys, mask.visits.meets, list_tiles(mask.visits, parts).length
 
@@ -244,8 +244,8 @@ def test_under_vmap_and_checkpoint():
 def test_what_it_cannot_serve(dtype, more, words):
     array = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
     request = Request(array, array, array, **{"platform": "tpu", **more})
-    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    assert re.search(words, MosaicTpu().obstacle(request, branch))
+    (schedule,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    assert re.search(words, MosaicTpu().obstacle(request, schedule))
 
 
 def test_a_named_implementation_that_cannot_serve_is_an_error():

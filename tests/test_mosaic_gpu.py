@@ -202,8 +202,8 @@ def obstacle(width=64, dtype="bfloat16", **more):
     """Why the kernels cannot serve a request, of an H100 if nothing else is said."""
     array = jax.ShapeDtypeStruct((1, 256, 2, width), dtype)
     more = {"platform": "cuda", "device_kind": "NVIDIA H100 80GB HBM3", **more}
-    (branch,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    return MosaicGpu().obstacle(Request(array, array, array, **more), branch)
+    (schedule,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    return MosaicGpu().obstacle(Request(array, array, array, **more), schedule)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_branch_by_itself_sends_what_it_does_among_others():
     call = plan([Segments(2**18, 4), Segments(2**20, 8)], num_tokens=2**20, num_heads=32, num_kv_heads=8).call
     alone = [messages(call.work, call.implement(call.schedules("all_to_all", only=n)), True) for n in (0, 1)]
     together = messages(call.work, call.implement(call.schedules("all_to_all")), True)
-    assert all(branch.exchanges_rows for branch in call.schedules("all_to_all"))
+    assert all(schedule.exchanges_rows for schedule in call.schedules("all_to_all"))
     assert sorted([*alone[0], *alone[1]]) == sorted(together)
 
 

@@ -33,45 +33,45 @@ def geometries(draw):
     return pattern, draw(st.integers(1, 50)), draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.booleans())
 
 
-def tokens_of(branch: BranchSchedule, side: Side, shard: int, offset: int, is_computed: bool = True) -> np.ndarray:
+def tokens_of(schedule: BranchSchedule, side: Side, shard: int, offset: int, is_computed: bool = True) -> np.ndarray:
     """The tokens in all slots of a shard, where it computes or keeps them, by chunks; -1 in a slot without one."""
     chunk = np.arange(side.num_chunks)[:, None]
     holder, slot = shard, np.arange(side.num_blocks * side.block_rows)
     if is_computed:
-        holder, slot = branch.origin(shard, slot)
+        holder, slot = schedule.origin(shard, slot)
     token, is_row = side.slot_token(holder, chunk, slot, offset)
     return np.where(is_row, token, -1)
 
 
-def meetings(branch: BranchSchedule, shard: int, legs: tuple[Leg, ...], side: Side):
+def meetings(schedule: BranchSchedule, shard: int, legs: tuple[Leg, ...], side: Side):
     """The shards and the sides of what comes to a shard, itself first."""
     yield shard, side
     for leg in legs:
         for hops in range(1, leg.rotations + 1):
-            if branch.is_new(shard, hops, leg.direction):
-                yield branch.source(shard, hops, leg.direction), side
-        if leg.halo and branch.is_new(shard, leg.rotations + 1, leg.direction):
-            yield branch.source(shard, leg.rotations + 1, leg.direction), leg.of_halo(side)
+            if schedule.is_new(shard, hops, leg.direction):
+                yield schedule.source(shard, hops, leg.direction), side
+        if leg.halo and schedule.is_new(shard, leg.rotations + 1, leg.direction):
+            yield schedule.source(shard, leg.rotations + 1, leg.direction), leg.of_halo(side)
 
 
-def held_pairs(branch: BranchSchedule, queries: np.ndarray, keys: np.ndarray, offset: int) -> np.ndarray:
+def held_pairs(schedule: BranchSchedule, queries: np.ndarray, keys: np.ndarray, offset: int) -> np.ndarray:
     """Which of the pairs of some tokens, of none below zero, the branch holds."""
     t, s = queries[:, None], keys[None]
-    holds = branch.branch.holds(t, s, offset) & (t >= 0) & (s >= 0)
-    return holds & (s <= t) if branch.is_causal else holds
+    holds = schedule.branch.holds(t, s, offset) & (t >= 0) & (s >= 0)
+    return holds & (s <= t) if schedule.is_causal else holds
 
 
-def computed_pairs(branch: BranchSchedule, offset: int, length: int, do_queries_travel: bool = False) -> np.ndarray:
+def computed_pairs(schedule: BranchSchedule, offset: int, length: int, do_queries_travel: bool = False) -> np.ndarray:
     """How often the devices together compute each pair (t, s): those of chunks with the same number."""
     count = np.zeros((length, length), int)
-    moving, legs = (branch.queries, branch.query_legs) if do_queries_travel else (branch.keys, branch.key_legs)
-    resident = branch.keys if do_queries_travel else branch.queries
-    for shard in range(branch.num_shards):
-        own = tokens_of(branch, resident, shard, offset)
-        for source, side in meetings(branch, shard, legs, moving):
-            sides = own, tokens_of(branch, side, source, offset)
+    moving, legs = (schedule.queries, schedule.query_legs) if do_queries_travel else (schedule.keys, schedule.key_legs)
+    resident = schedule.keys if do_queries_travel else schedule.queries
+    for shard in range(schedule.num_shards):
+        own = tokens_of(schedule, resident, shard, offset)
+        for source, side in meetings(schedule, shard, legs, moving):
+            sides = own, tokens_of(schedule, side, source, offset)
             for queries, keys in zip(*(sides[::-1] if do_queries_travel else sides), strict=True):
-                pairs = np.nonzero(held_pairs(branch, queries, keys, offset))
+                pairs = np.nonzero(held_pairs(schedule, queries, keys, offset))
                 np.add.at(count, (queries[pairs[0]], keys[pairs[1]]), 1)
     return count
 
@@ -84,9 +84,9 @@ def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry, do_
     multiplicity = pattern.multiplicity(length, num_heads, is_causal)
     for head in range(num_heads):
         count = np.zeros((length, length), int)
-        for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-            offset = pattern.offset(head, branch.branch, branch.number, num_heads)
-            count += computed_pairs(branch, offset, length, do_queries_travel)
+        for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+            offset = pattern.offset(head, schedule.branch, schedule.number, num_heads)
+            count += computed_pairs(schedule, offset, length, do_queries_travel)
         np.testing.assert_array_equal(count, multiplicity[head])
 
 
@@ -94,12 +94,12 @@ def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry, do_
 @settings(max_examples=150, deadline=None)
 def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
-    for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-        side = branch.queries
+    for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+        side = schedule.queries
         fullest = 0
-        for offset in range(branch.branch.offset_rate):
+        for offset in range(schedule.branch.offset_rate):
             for shard in range(num_shards):
-                tokens = tokens_of(branch, side, shard, offset, is_computed=False)
+                tokens = tokens_of(schedule, side, shard, offset, is_computed=False)
                 fullest = max(fullest, (tokens >= 0).sum(axis=1).max())
                 own = np.arange(shard * side.shard_length, (shard + 1) * side.shard_length)
                 kept = own[side.is_kept(own, offset)]
@@ -115,15 +115,15 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
 def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
     """All of them, and no tokens that none does; none goes round an end, and all of a closed ring's shards meet."""
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
-    for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-        if branch.is_closed or branch.queries.chunks == "residues":  # of these only whole rows are sent
+    for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+        if schedule.is_closed or schedule.queries.chunks == "residues":  # of these only whole rows are sent
             continue
-        shard_length, token = branch.queries.shard_length, np.arange(length)
+        shard_length, token = schedule.queries.shard_length, np.arange(length)
         shard = token // shard_length
         # Rates thin out what is sent: here all tokens between the first and the last that are seen count.
-        first, last = branch.branch.seen(token[:, None], is_causal)
+        first, last = schedule.branch.seen(token[:, None], is_causal)
         sees = (first <= token) & (token <= last)
-        for legs, seen in ((branch.key_legs, sees), (branch.query_legs, sees.T)):
+        for legs, seen in ((schedule.key_legs, sees), (schedule.query_legs, sees.T)):
             for leg in legs:
                 hops = leg.direction * (shard[:, None] - shard)  # of each token to those that see it
                 furthest = hops[seen].max()
@@ -131,37 +131,37 @@ def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
                 sent = np.nonzero(seen & (hops == furthest))[1] % shard_length
                 depth = shard_length - sent if leg.direction > 0 else sent + 1
                 assert leg.halo == depth.max()
-                assert all(there - here == leg.halo_hops for here, there in branch.hop(leg.halo_hops))
+                assert all(there - here == leg.halo_hops for here, there in schedule.hop(leg.halo_hops))
 
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
 def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
-    for branch in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+    for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         for shard in range(num_shards):
-            first, size = branch.ring(shard)
+            first, size = schedule.ring(shard)
             assert first <= shard < first + size <= num_shards
-            assert size == branch.ring_size or (first + size == num_shards and size < branch.ring_size)
+            assert size == schedule.ring_size or (first + size == num_shards and size < schedule.ring_size)
             for direction in (1, -1):
-                sources = [branch.source(shard, step, direction) for step in range(size)]
+                sources = [schedule.source(shard, step, direction) for step in range(size)]
                 assert sorted(sources) == list(range(first, first + size))
             # A segment never reaches over the boundary of two rings.
-            start = first * branch.queries.shard_length
-            assert not start or start >= length or branch.branch.seen(start)[0] == start
+            start = first * schedule.queries.shard_length
+            assert not start or start >= length or schedule.branch.seen(start)[0] == start
         for direction in (1, -1):
-            for hops in (1, 1 - branch.ring_size):
-                sources, destinations = zip(*branch.permutation(direction * hops), strict=True)
+            for hops in (1, 1 - schedule.ring_size):
+                sources, destinations = zip(*schedule.permutation(direction * hops), strict=True)
                 assert sorted(sources) == sorted(destinations) == list(range(num_shards))
             # One rotation after another brings what `source` says.
             held = list(range(num_shards))
-            rotation = {destination: source for source, destination in branch.permutation(direction)}
-            for step in range(branch.ring_size):
-                assert held == [branch.source(shard, step, direction) for shard in range(num_shards)]
-                if step < branch.ring_size - 1:
+            rotation = {destination: source for source, destination in schedule.permutation(direction)}
+            for step in range(schedule.ring_size):
+                assert held == [schedule.source(shard, step, direction) for shard in range(num_shards)]
+                if step < schedule.ring_size - 1:
                     held = [held[rotation[shard]] for shard in range(num_shards)]
             # The way home from the last step.
-            home = {there: here for here, there in branch.permutation(direction * (1 - branch.ring_size))}
+            home = {there: here for here, there in schedule.permutation(direction * (1 - schedule.ring_size))}
             assert [held[home[shard]] for shard in range(num_shards)] == list(range(num_shards))
 
 
@@ -180,22 +180,22 @@ def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
     ],
 )
 def test_rings_and_chunks(segment_length, num_shards, ring_size, chunk_length):
-    (branch,) = make_schedule(DilatedPattern([Segments(segment_length)]), 16 * num_shards, num_shards, 1)
-    assert branch.ring_size == ring_size
-    assert branch.queries.chunk_length == chunk_length
+    (schedule,) = make_schedule(DilatedPattern([Segments(segment_length)]), 16 * num_shards, num_shards, 1)
+    assert schedule.ring_size == ring_size
+    assert schedule.queries.chunk_length == chunk_length
 
 
 def test_only_kept_rows_have_slots():
-    (branch,) = make_schedule(DilatedPattern.of_lengths((4096,), (16,)), 8192, 8, 4)
-    assert branch.ring_size == 4
-    assert branch.queries.num_rows == 1024 // 16
-    assert branch.queries.num_slots == 64
+    (schedule,) = make_schedule(DilatedPattern.of_lengths((4096,), (16,)), 8192, 8, 4)
+    assert schedule.ring_size == 4
+    assert schedule.queries.num_rows == 1024 // 16
+    assert schedule.queries.num_slots == 64
 
 
 @pytest.mark.parametrize(("segment_length", "rate"), [(8192, 1), (8192, 3), (64, 1), (7, 2), (640, 1)])
 def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
-    (branch,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), 8192, 2, 1)
-    side = branch.queries
+    (schedule,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), 8192, 2, 1)
+    side = schedule.queries
     slots = side.num_blocks * side.block_rows
     assert side.num_rows <= slots < side.num_rows + side.num_blocks
     assert side.block_rows * side.chunks_per_tile <= 512
@@ -203,19 +203,19 @@ def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
 
 
 def test_numbers_beyond_the_sequence_stay_small():
-    (branch,) = make_schedule(DilatedPattern.of_lengths((10**12,), (10**11,)), 100, 8, 3)
-    assert max(branch.branch.length, branch.branch.rate) < 2**31
-    assert branch.queries.num_rows == 1
+    (schedule,) = make_schedule(DilatedPattern.of_lengths((10**12,), (10**11,)), 100, 8, 3)
+    assert max(schedule.branch.length, schedule.branch.rate) < 2**31
+    assert schedule.queries.num_rows == 1
     expected = DilatedPattern.of_lengths((10**12,), (10**11,)).multiplicity(100, 3)
     for head in range(3):
-        np.testing.assert_array_equal(computed_pairs(branch, head, 100), expected[head])
+        np.testing.assert_array_equal(computed_pairs(schedule, head, 100), expected[head])
 
 
 def test_work_does_not_depend_on_the_layout():
     # The number of hops is that of the shards that share a segment, and no more.
     for num_shards in (1, 2, 4, 8, 16):
-        (branch,) = make_schedule(DilatedPattern.of_lengths((256,), (2,)), 1024, num_shards, 1)
-        assert branch.ring_size == max(1, math.ceil(256 / (1024 / num_shards)))
+        (schedule,) = make_schedule(DilatedPattern.of_lengths((256,), (2,)), 1024, num_shards, 1)
+        assert schedule.ring_size == max(1, math.ceil(256 / (1024 / num_shards)))
 
 
 @pytest.mark.parametrize("rate", [1, 4])
@@ -224,10 +224,10 @@ def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
     shard_length = 64
     length = 2 * ring_size * shard_length
     pattern = DilatedPattern.of_lengths((ring_size * shard_length,), (rate,))
-    (branch,) = make_schedule(pattern, length, 2 * ring_size, 1, is_causal=True)
-    assert branch.ring_size == ring_size
-    computed = [tokens_of(branch, branch.queries, shard, 0)[0] for shard in range(2 * ring_size)]
-    work = lambda shard, step: held_pairs(branch, computed[shard], computed[branch.source(shard, step)], 0).sum()
+    (schedule,) = make_schedule(pattern, length, 2 * ring_size, 1, is_causal=True)
+    assert schedule.ring_size == ring_size
+    computed = [tokens_of(schedule, schedule.queries, shard, 0)[0] for shard in range(2 * ring_size)]
+    work = lambda shard, step: held_pairs(schedule, computed[shard], computed[schedule.source(shard, step)], 0).sum()
     steps = [[work(shard, step) for shard in range(2 * ring_size)] for step in range(ring_size)]
     critical_path = sum(map(max, steps))
     assert critical_path <= 1.02 * sum(map(sum, steps)) / (2 * ring_size)
@@ -239,42 +239,43 @@ def test_causal_work_is_the_same_on_every_device_in_every_step(ring_size, rate):
 def test_a_causal_window_is_the_same_work_on_all_devices_but_the_first(window):
     """Each computes the pairs of its own queries and no others, so none more than those inside."""
     shards, shard_length = 8, 64
-    (branch,) = make_schedule(DilatedPattern([window]), shards * shard_length, shards, 1, is_causal=True)
+    (schedule,) = make_schedule(DilatedPattern([window]), shards * shard_length, shards, 1, is_causal=True)
     pairs = []
     for shard in range(shards):
-        queries = tokens_of(branch, branch.queries, shard, 0)
+        queries = tokens_of(schedule, schedule.queries, shard, 0)
         assert set(queries.ravel() // shard_length) == {shard}
         came = [
-            tokens_of(branch, side, source, 0) for source, side in meetings(branch, shard, branch.key_legs, branch.keys)
+            tokens_of(schedule, side, source, 0)
+            for source, side in meetings(schedule, shard, schedule.key_legs, schedule.keys)
         ]
         pairs.append(
-            sum(held_pairs(branch, t, s, 0).sum() for keys in came for t, s in zip(queries, keys, strict=True))
+            sum(held_pairs(schedule, t, s, 0).sum() for keys in came for t, s in zip(queries, keys, strict=True))
         )
     inner = window.count(np.arange(4 * shard_length, 5 * shard_length), 0, 512, 0, 512, is_causal=True).sum()
     assert pairs[4] == inner
     assert max(pairs) <= 1.02 * inner
 
 
-def met_pairs(branch: BranchSchedule, shard: int, offsets: tuple[int, ...]) -> int:
+def met_pairs(schedule: BranchSchedule, shard: int, offsets: tuple[int, ...]) -> int:
     """The pairs in the tiles of a shard of which some query sees from its first to its last key one of the other's."""
 
     def tiles(side: Side, shard: int) -> np.ndarray:
-        slots = np.stack([tokens_of(branch, side, shard, offset) for offset in offsets])
+        slots = np.stack([tokens_of(schedule, side, shard, offset) for offset in offsets])
         empty = np.full((len(offsets), side.num_full_chunks - side.num_chunks, slots.shape[2]), -1)
         sizes = len(offsets), side.num_tile_groups, side.chunks_per_tile, side.num_blocks, side.block_rows
         return np.concatenate([slots, empty], axis=1).reshape(sizes).transpose(1, 2, 3, 0, 4)  # [groups, C, I, O, R]
 
-    queries = tiles(branch.queries, shard)
-    first, last = branch.branch.seen(queries, branch.is_causal)
+    queries = tiles(schedule.queries, shard)
+    first, last = schedule.branch.seen(queries, schedule.is_causal)
     low = np.where(queries >= 0, first, queries.max() + 1).min(axis=(3, 4))[..., None]
     high = np.where(queries >= 0, last, -1).max(axis=(3, 4))[..., None]
     total = 0
-    for source, side in meetings(branch, shard, branch.key_legs, branch.keys):
+    for source, side in meetings(schedule, shard, schedule.key_legs, schedule.keys):
         keys = tiles(side, source)
         most = keys.max(axis=(3, 4))[:, :, None]
         least = np.where(keys >= 0, keys, most[..., None, None].max() + 1).min(axis=(3, 4))[:, :, None]
         meets = ((low <= most) & (least <= high) & (most >= 0)).any(axis=1)
-        total += int(meets.sum()) * branch.queries.block_rows * side.block_rows * side.chunks_per_tile
+        total += int(meets.sum()) * schedule.queries.block_rows * side.block_rows * side.chunks_per_tile
     return total
 
 
@@ -298,29 +299,29 @@ def test_pairs_of_tiles_that_meet(branch, is_causal):
 
 def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
     for num_shards, segment_length in ((8, 64), (8, 24), (7, 32), (5, 1000)):
-        (branch,) = make_schedule(
+        (schedule,) = make_schedule(
             DilatedPattern.of_lengths((segment_length,), (1,)), 8 * num_shards, num_shards, 1, True
         )
-        assert branch.is_balanced
-        partners = dict(branch.swap_permutation())
+        assert schedule.is_balanced
+        partners = dict(schedule.swap_permutation())
         for shard, partner in partners.items():
             assert partners[partner] == shard
-            assert branch.ring(partner) == branch.ring(shard)
-        places = set(itertools.product(range(num_shards), range(branch.queries.num_slots)))
-        unsorted = dataclasses.replace(branch, sorts_halves=False)
+            assert schedule.ring(partner) == schedule.ring(shard)
+        places = set(itertools.product(range(num_shards), range(schedule.queries.num_slots)))
+        unsorted = dataclasses.replace(schedule, sorts_halves=False)
         held = lambda one, shard: [one.origin(shard, slot) for slot in range(one.queries.num_slots)]
-        assert {place for shard in range(num_shards) for place in held(branch, shard)} == places
+        assert {place for shard in range(num_shards) for place in held(schedule, shard)} == places
         for shard in range(num_shards):
-            assert held(branch, shard) == sorted(held(unsorted, shard))
+            assert held(schedule, shard) == sorted(held(unsorted, shard))
 
 
 def test_a_prime_number_of_segments_fills_its_tiles():
     """As many tiles as the next number that divides; the exactness of the last one, which is not full, is tested."""
     for count in (4093, 4096):
-        (branch,) = make_schedule(DilatedPattern.of_lengths((8,), (1,)), 8 * count, 1, 1)
-        assert (branch.queries.num_tiles, branch.queries.chunks_per_tile) == (64, 64)
-    (branch,) = make_schedule(DilatedPattern.of_lengths((4,), (1,)), 92, 1, 1, max_block_rows=12)
-    side = branch.queries
+        (schedule,) = make_schedule(DilatedPattern.of_lengths((8,), (1,)), 8 * count, 1, 1)
+        assert (schedule.queries.num_tiles, schedule.queries.chunks_per_tile) == (64, 64)
+    (schedule,) = make_schedule(DilatedPattern.of_lengths((4,), (1,)), 92, 1, 1, max_block_rows=12)
+    side = schedule.queries
     assert (side.num_chunks, side.num_full_chunks, side.num_tiles) == (23, 24, 8)
 
 

@@ -91,7 +91,7 @@ class Call:
         sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
 
         def make(exchange_size: int) -> tuple[BranchSchedule, ...]:
-            branches = make_schedule(
+            schedules = make_schedule(
                 self.pattern,
                 self.num_queries,
                 self.num_devices,
@@ -102,28 +102,30 @@ class Call:
                 query_offset=self.query_offset,
                 exchange_size=exchange_size,
             )
-            return branches if only is None else (branches[only],)
+            return schedules if only is None else (schedules[only],)
 
         return schedules_with(make, strategy, sizes, self.pattern.heads)
 
-    def implement(self, branches: tuple[BranchSchedule, ...], with_warning: bool = False) -> tuple[BranchSchedule, ...]:
+    def implement(
+        self, schedules: tuple[BranchSchedule, ...], with_warning: bool = False
+    ) -> tuple[BranchSchedule, ...]:
         """Returns the schedules in the tiles of what computes them.
 
         Raises:
           ValueError: if the named implementation cannot serve all branches.
         """
-        return implement(branches, self.implementation, self._request_for(branches), with_warning)
+        return implement(schedules, self.implementation, self._request_for(schedules), with_warning)
 
-    def obstacle(self, branches: tuple[BranchSchedule, ...]) -> str | None:
+    def obstacle(self, schedules: tuple[BranchSchedule, ...]) -> str | None:
         """Returns why what computes cannot serve such schedules, None where it can."""
-        return obstacle(branches, self.implementation, self._request_for(branches))
+        return obstacle(schedules, self.implementation, self._request_for(schedules))
 
-    def obstacles(self, branches: tuple[BranchSchedule, ...], branch: BranchSchedule) -> list[tuple[str, str]]:
+    def obstacles(self, schedules: tuple[BranchSchedule, ...], schedule: BranchSchedule) -> list[tuple[str, str]]:
         """Returns, where callers name none, the implementations preferred to what serves one of them, and why not."""
-        return [] if self.implementation is not None else obstacles(branch, self._request_for(branches))
+        return [] if self.implementation is not None else obstacles(schedule, self._request_for(schedules))
 
-    def _request_for(self, branches: tuple[BranchSchedule, ...]) -> Request:
-        are_heads_cut = self.work.head_parts > 1 or any(branch.exchange_size > 1 for branch in branches)
+    def _request_for(self, schedules: tuple[BranchSchedule, ...]) -> Request:
+        are_heads_cut = self.work.head_parts > 1 or any(schedule.exchange_size > 1 for schedule in schedules)
         if self.pattern.heads != "grouped" or not are_heads_cut:
             return self.request
         return self.request._replace(needs=(*self.request.needs, "heads='grouped' over several devices"))

@@ -85,31 +85,31 @@ def schedules_of(call: Call, strategy: str, machine: Machine) -> Schedules:
 
 def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, has_gradient: bool = True) -> Forecast:
     """Returns what a call will take with these schedules."""
-    branches = call.implement(schedules)
-    of_branches = [branch_messages(call.work, branch, has_gradient) for branch in branches]
-    of_exchange = exchange_messages(call.work, branches, has_gradient)
+    implemented = call.implement(schedules)
+    of_branches = [branch_messages(call.work, schedule, has_gradient) for schedule in implemented]
+    of_exchange = exchange_messages(call.work, implemented, has_gradient)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     seconds = {
         direction: sum(
             (
-                _of_branch(call, branch, own, machine, direction)
-                for branch, own in zip(branches, of_branches, strict=True)
+                _of_branch(call, schedule, own, machine, direction)
+                for schedule, own in zip(implemented, of_branches, strict=True)
             ),
             _of_exchange(call, of_exchange, machine, direction),
         )
         for direction in directions
     }
-    forward = sum(_operations(call.work, branch, "forward") for branch in branches)
-    backward = sum(_operations(call.work, branch, "backward") for branch in branches) if has_gradient else 0
+    forward = sum(_operations(call.work, schedule, "forward") for schedule in implemented)
+    backward = sum(_operations(call.work, schedule, "backward") for schedule in implemented) if has_gradient else 0
     return Forecast(
         strategy,
         schedules,
-        branches,
+        implemented,
         tuple(sum(of_branches, of_exchange)),
-        sum(_num_heads(call.work, branch) * _kept(call.work, branch) for branch in branches),
-        sum(_computed(call.work, branch) for branch in branches),
+        sum(_num_heads(call.work, schedule) * _kept(call.work, schedule) for schedule in implemented),
+        sum(_computed(call.work, schedule) for schedule in implemented),
         (forward, backward),
-        peak_bytes(call.work, branches, ON_TPUS if machine.platform == "tpu" else ON_GPUS, has_gradient),
+        peak_bytes(call.work, implemented, ON_TPUS if machine.platform == "tpu" else ON_GPUS, has_gradient),
         seconds["forward"],
         seconds.get("backward", ZERO),
     )
@@ -124,7 +124,7 @@ def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
     candidates = all_forecasts(call, machine, has_gradient)
     if not call.work.has_one_branch:
         best = [_best_of(call, number, machine, has_gradient) for number in range(len(call.pattern.branches))]
-        schedules = tuple(branch for branch in best if branch is not None)
+        schedules = tuple(schedule for schedule in best if schedule is not None)
         if len(schedules) == len(best):
             candidates.append(forecast(call, "auto", schedules, machine, has_gradient))
     return min(candidates, key=lambda one: (one.memory > machine.memory, one.seconds))
@@ -153,38 +153,40 @@ def _served(call: Call, only: int | None = None) -> dict[str, Schedules]:
     return {strategy: some for strategy, some in schedules.items() if call.obstacle(some) is None}
 
 
-def _operations(work: Work, branch: BranchSchedule, direction: Direction) -> int:
+def _operations(work: Work, schedule: BranchSchedule, direction: Direction) -> int:
     """Two products of each pair forward, five in the gradient, of which it computes one again."""
     of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
-    return 2 * of_pair * _computed(work, branch)
+    return 2 * of_pair * _computed(work, schedule)
 
 
-def _computed(work: Work, branch: BranchSchedule) -> int:
+def _computed(work: Work, schedule: BranchSchedule) -> int:
     """The pairs that are computed, over batch and heads."""
-    count = num_tile_pairs(branch, work.offsets(branch)) if branch.traits.takes_whole_tiles else _kept(work, branch)
-    return _num_heads(work, branch) * count
+    count = (
+        num_tile_pairs(schedule, work.offsets(schedule)) if schedule.traits.takes_whole_tiles else _kept(work, schedule)
+    )
+    return _num_heads(work, schedule) * count
 
 
-def _kept(work: Work, branch: BranchSchedule) -> int:
-    return num_kept_pairs(branch, work.offsets(branch))
+def _kept(work: Work, schedule: BranchSchedule) -> int:
+    return num_kept_pairs(schedule, work.offsets(schedule))
 
 
-def _num_heads(work: Work, branch: BranchSchedule) -> int:
-    return work.batch * work.heads_of(branch)[0]
+def _num_heads(work: Work, schedule: BranchSchedule) -> int:
+    return work.batch * work.heads_of(schedule)[0]
 
 
 def _of_branch(
-    call: Call, branch: BranchSchedule, own: list[Message], machine: Machine, direction: Direction
+    call: Call, schedule: BranchSchedule, own: list[Message], machine: Machine, direction: Direction
 ) -> Seconds:
     """The time of a branch with its own messages."""
     work = call.work
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
-    num_meetings = 1 if branch.is_gathered else 1 + max((leg.hops for leg in branch.key_legs), default=0)
-    products = _operations(work, branch, direction) / machine.rate(work.itemsize)
+    num_meetings = 1 if schedule.is_gathered else 1 + max((leg.hops for leg in schedule.key_legs), default=0)
+    products = _operations(work, schedule, direction) / machine.rate(work.itemsize)
     # The gradient takes the exponential again, and what becomes of it.
-    products += (1 if direction == "forward" else 2) * _computed(work, branch) * machine.pair_seconds
-    memory = _bytes_moved(work, branch, num_meetings, direction) / machine.memory_bandwidth
+    products += (1 if direction == "forward" else 2) * _computed(work, schedule) * machine.pair_seconds
+    memory = _bytes_moved(work, schedule, num_meetings, direction) / machine.memory_bandwidth
     # Sums are read and written between products; what comes is computed with last, when it is there.
     computing = products + memory
     total = exposed + max(computing, hidden + computing / num_meetings)
@@ -205,16 +207,16 @@ def _links(
     return sum((machine.seconds(message, num_devices) for message in own), 0.0)
 
 
-def _bytes_moved(work: Work, branch: BranchSchedule, num_meetings: int, direction: Direction) -> int:
+def _bytes_moved(work: Work, schedule: BranchSchedule, num_meetings: int, direction: Direction) -> int:
     """The bytes that memory reads and writes: operands and sums in each meeting, and rows that are taken and put."""
-    row, (heads, _) = work.row_bytes(branch), work.heads_of(branch)
+    row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
     # What is gathered is written before it is read.
-    gathered = 2 * branch.gather_size if branch.is_gathered else 1
-    queries, keys = branch.queries.num_slots, branch.keys.num_slots * gathered
-    tokens = branch.queries.shard_length * work.batch * work.num_heads // branch.exchange_size * work.sum_itemsize
+    gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
+    queries, keys = schedule.queries.num_slots, schedule.keys.num_slots * gathered
+    tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.exchange_size * work.sum_itemsize
     if direction == "forward":
         sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize
-        moved = num_meetings * (queries * work.query_row(branch) + keys * row.keys + sums)
+        moved = num_meetings * (queries * work.query_row(schedule) + keys * row.keys + sums)
         return moved + 2 * tokens * work.value_width
     sums = 2 * (queries * row.query_grad + keys * row.keys_grad)
     moved = num_meetings * (queries * row.queries + keys * row.keys + sums)

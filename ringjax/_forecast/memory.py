@@ -44,28 +44,28 @@ ON_TPUS = Factors(
 )
 
 
-def peak_bytes(work: Work, branches: Schedules, factors: Factors, has_gradient: bool) -> int:
+def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> int:
     """Returns the bytes at the peak of a call, or of its gradient.
 
     Arguments and results lie close; what branches keep has widths of whole lanes.
     """
-    query, out, of_keys = _numbers(work, branches)
+    query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
     padded, of_branches = _padded(work, factors.lanes), {}
-    for branch in branches:
-        kept = _Kept(padded, branch, factors, has_gradient)
-        of_branches[_pairs_of(work, branch)] = kept.bytes, _share(branch, factors)
+    for schedule in schedules:
+        kept = _Kept(padded, schedule, factors, has_gradient)
+        of_branches[_pairs_of(work, schedule)] = kept.bytes, _share(schedule, factors)
     (most, _), *others = sorted(of_branches.values(), reverse=True)
     beside = most + sum(share * num_bytes for num_bytes, share in others)
     given = (arguments + results) * work.itemsize
     return given + round(beside * (factors.in_both if given + beside < factors.small else 1))
 
 
-def _pairs_of(work: Work, branch: BranchSchedule) -> Hashable:
+def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
     """What says which pairs a branch has: those of two branches that are the same are computed once."""
-    heads = work.pattern.heads_of(branch.number, work.num_kv_heads)
-    offset = work.pattern.offset(heads.start, branch.branch, branch.number, work.num_kv_heads)
-    return branch.branch, heads, offset, branch.earlier
+    heads = work.pattern.heads_of(schedule.number, work.num_kv_heads)
+    offset = work.pattern.offset(heads.start, schedule.branch, schedule.number, work.num_kv_heads)
+    return schedule.branch, heads, offset, schedule.earlier
 
 
 def _padded(work: Work, lanes: int) -> Work:
@@ -73,26 +73,26 @@ def _padded(work: Work, lanes: int) -> Work:
     return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
 
-def _numbers(work: Work, branches: Schedules) -> tuple[int, int, int]:
+def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
     """The numbers in a device's queries, in its output, and in its keys and values."""
-    tokens = max(branch.of_devices().queries.shard_length for branch in branches) * work.batch
-    keys = max(branch.of_devices().keys.shard_length for branch in branches) * work.batch * work.local_heads(1)
+    tokens = max(schedule.of_devices().queries.shard_length for schedule in schedules) * work.batch
+    keys = max(schedule.of_devices().keys.shard_length for schedule in schedules) * work.batch * work.local_heads(1)
     widths = work.width, work.value_width
     return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
 
 
-def _share(branch: BranchSchedule, factors: Factors) -> float:
-    exchanges_tokens = branch.exchange_size > 1 and not branch.exchanges_rows
-    if branch.is_local:
+def _share(schedule: BranchSchedule, factors: Factors) -> float:
+    exchanges_tokens = schedule.exchange_size > 1 and not schedule.exchanges_rows
+    if schedule.is_local:
         return factors.share_exchanged if exchanges_tokens else _SHARE
-    return _SHARE_GATHERED if exchanges_tokens or branch.is_gathered else _SHARE
+    return _SHARE_GATHERED if exchanges_tokens or schedule.is_gathered else _SHARE
 
 
 class _Kept(NamedTuple):
     """What a branch keeps at its peak: rows as they are computed, those that come by, sums, and what is exchanged."""
 
     work: Work
-    branch: BranchSchedule
+    schedule: BranchSchedule
     factors: Factors
     has_gradient: bool
 
@@ -104,89 +104,89 @@ class _Kept(NamedTuple):
     @property
     def row(self) -> RowBytes:
         """The bytes of a slot: of arrays, and of sums under way."""
-        row = self.work.row_bytes(self.branch)
+        row = self.work.row_bytes(self.schedule)
         if self.has_gradient:
             return row
-        heads, _ = self.work.heads_of(self.branch)
+        heads, _ = self.work.heads_of(self.schedule)
         sums = self.work.batch * heads * self.work.value_width * self.work.sum_itemsize
-        return RowBytes(self.work.query_row(self.branch), row.keys, sums, 0)
+        return RowBytes(self.work.query_row(self.schedule), row.keys, sums, 0)
 
     @property
     def _kv_heads(self) -> int:
         """The key/value heads of a device's own tokens, repeated where they are exchanged and too few."""
-        return self.work.local_heads(self.branch.exchange_size) * self.branch.exchange_size
+        return self.work.local_heads(self.schedule.exchange_size) * self.schedule.exchange_size
 
     def _computing(self) -> float:
-        if self.branch.is_local:
+        if self.schedule.is_local:
             return self._local()
-        if self.branch.is_gathered:
+        if self.schedule.is_gathered:
             return self._gathered()
         return self._travelling() * self.factors.travelling[self.has_gradient]
 
     def _local(self) -> float:
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
-        branch, row = self.branch, self.row
+        schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
-            one, work = branch.of_devices(), self.work
+            one, work = schedule.of_devices(), self.work
             numbers = one.queries.shard_length * work.num_heads * work.width
             numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
             return self.factors.laid_out[self.has_gradient] * work.batch * numbers * work.itemsize
-        rows = branch.queries.num_slots * row.queries + branch.keys.num_slots * row.keys
-        is_whole = branch.branch.keeps_all and not branch.traits.copies_arguments
+        rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
+        is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
         return rows * self.has_gradient / 2 if is_whole else rows
 
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
-        branch, row = self.branch, self.row
-        of_sums = row.keys_grad * (1 + branch.traits.rows_last)  # those that are laid out anew are there twice
+        schedule, row = self.schedule, self.row
+        of_sums = row.keys_grad * (1 + schedule.traits.rows_last)  # those that are laid out anew are there twice
         of_key = 0.8 * (row.keys + of_sums) if self.has_gradient else 1.5 * row.keys
-        stay = branch.queries.num_slots * (row.queries + row.query_grad)
-        return stay + branch.gather_size * branch.keys.num_slots * of_key
+        stay = schedule.queries.num_slots * (row.queries + row.query_grad)
+        return stay + schedule.gather_size * schedule.keys.num_slots * of_key
 
     def _travelling(self) -> float:
         """The side that stays with its sums, and what comes by with its own: twice in a loop, which needs the next."""
-        branch, row = self.branch, self.row
+        schedule, row = self.schedule, self.row
         sides = (
-            (branch.queries, branch.query_legs, row.queries, row.query_grad),
-            (branch.keys, branch.key_legs, row.keys, row.keys_grad),
+            (schedule.queries, schedule.query_legs, row.queries, row.query_grad),
+            (schedule.keys, schedule.key_legs, row.keys, row.keys_grad),
         )
-        do_queries = self.has_gradient and queries_travel(branch, row)
+        do_queries = self.has_gradient and queries_travel(schedule, row)
         (stays, _, *of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
         kept, come_by, rotations = stays.num_slots * sum(of_stays), own + sums, max(leg.rotations for leg in legs)
-        if not branch.is_closed:
+        if not schedule.is_closed:
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
             kept += side.num_slots * own + 1.15 * sum(leg.halo_rows(side) for leg in legs) * come_by
         if rotations > 1:
             # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
-            is_swapped = branch.is_balanced and branch.branch.keeps_all
-            kept += is_swapped * 2 * branch.queries.num_slots * self.work.query_row(branch)
+            is_swapped = schedule.is_balanced and schedule.branch.keeps_all
+            kept += is_swapped * 2 * schedule.queries.num_slots * self.work.query_row(schedule)
             return kept + 2 * side.num_slots * come_by
-        if rotations and branch.branch.keeps_all and not branch.is_balanced:  # the arguments themselves
+        if rotations and schedule.branch.keeps_all and not schedule.is_balanced:  # the arguments themselves
             kept -= stays.num_slots * of_stays[0]
         return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
 
     def _exchanged(self) -> float:
         """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it."""
-        branch, work = self.branch, self.work
-        is_ring = not branch.is_local and branch.is_closed and max(leg.rotations for leg in branch.key_legs) > 1
-        if branch.exchange_size == 1 or is_ring or (branch.is_local and self.factors.laid_out is not None):
+        schedule, work = self.schedule, self.work
+        is_ring = not schedule.is_local and schedule.is_closed and max(leg.rotations for leg in schedule.key_legs) > 1
+        if schedule.exchange_size == 1 or is_ring or (schedule.is_local and self.factors.laid_out is not None):
             return 0
-        one = branch.of_devices()
-        tokens = lambda side: side.num_slots if branch.exchanges_rows else side.shard_length
+        one = schedule.of_devices()
+        tokens = lambda side: side.num_slots if schedule.exchanges_rows else side.shard_length
         result = work.width if self.has_gradient else work.value_width
         of_query = work.num_heads * (work.width + result) * work.itemsize
-        of_query += work.num_heads * work.residual_bytes([branch]) * self.has_gradient
+        of_query += work.num_heads * work.residual_bytes([schedule]) * self.has_gradient
         of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
         exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
-        if branch.is_local:
-            return exchanged * (1.4 if branch.traits.copies_arguments else 1)
+        if schedule.is_local:
+            return exchanged * (1.4 if schedule.traits.copies_arguments else 1)
         return exchanged / 2
 
     def _tiles(self) -> int:
         """The tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
-        branch = self.branch
-        if not branch.traits.keeps_logits:
+        schedule = self.schedule
+        if not schedule.traits.keeps_logits:
             return 0
-        heads, _ = self.work.heads_of(branch)
-        pairs = branch.queries.chunks_per_tile * branch.queries.block_rows * branch.keys.block_rows
+        heads, _ = self.work.heads_of(schedule)
+        pairs = schedule.queries.chunks_per_tile * schedule.queries.block_rows * schedule.keys.block_rows
         return 2 * self.work.batch * heads * pairs * self.work.sum_itemsize

@@ -72,14 +72,14 @@ class Fused(KernelImplementation):
     platform = "cuda"
     traits = Traits(are_added_at_once=True, takes_output=True)
 
-    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
-        reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(branch, _has_documents(request)))
-        return reason or _obstacle_of_request(request) or _obstacle_of_branch(branch, request)
+        reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(schedule, _has_documents(request)))
+        return reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
 
-    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         del request
-        return branch.in_whole_chunks()
+        return schedule.in_whole_chunks()
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts chunks beside batches, and all heads in one dimension."""
@@ -216,31 +216,31 @@ def _obstacle_of_request(request: Request) -> str | None:
     return request.obstacle_to_kernels()
 
 
-def _obstacle_of_branch(branch: BranchSchedule, request: Request) -> str | None:
-    name, has_documents = f"the branch {branch.branch}", _has_documents(request)
-    side, is_strided = branch.queries, branch.branch.is_by_group and not branch.branch.keeps_all
+def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | None:
+    name, has_documents = f"the branch {schedule.branch}", _has_documents(request)
+    side, is_strided = schedule.queries, schedule.branch.is_by_group and not schedule.branch.keeps_all
     reasons = {
-        "queries and keys lie at different positions": branch.is_general,
-        f"{name} of a union leaves out pairs of earlier branches": branch.earlier,
-        f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": branch.is_gathered,
+        "queries and keys lie at different positions": schedule.is_general,
+        f"{name} of a union leaves out pairs of earlier branches": schedule.earlier,
+        f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
-        f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
-            (is_strided and not branch.is_dense) or (branch.is_balanced and side.num_rows != side.num_slots)
+        f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
+            (is_strided and not schedule.is_dense) or (schedule.is_balanced and side.num_rows != side.num_slots)
         ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
-    window = window_of(branch)
-    return reason or (None if window is None else _obstacle_of_window(branch, window, name, has_documents))
+    window = window_of(schedule)
+    return reason or (None if window is None else _obstacle_of_window(schedule, window, name, has_documents))
 
 
-def _obstacle_of_window(branch: BranchSchedule, window: int, name: str, has_documents: bool) -> str | None:
-    side = branch.queries
-    if not branch.is_causal:
+def _obstacle_of_window(schedule: BranchSchedule, window: int, name: str, has_documents: bool) -> str | None:
+    side = schedule.queries
+    if not schedule.is_causal:
         return f"{name} sees later tokens as well, and fused kernels have windows of earlier ones alone"
     if has_documents:
         return f"{name} is cut by documents"
-    if not side.is_full or (branch.branch.modulus > 1 and side.chunks != "residues"):
-        return f"{name} on {branch.num_shards} shards has slots without rows, or rows that meet and do not all attend"
-    if not branch.is_local and 2 * (window - 1) > side.num_rows:
+    if not side.is_full or (schedule.branch.modulus > 1 and side.chunks != "residues"):
+        return f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend"
+    if not schedule.is_local and 2 * (window - 1) > side.num_rows:
         return f"{name} sees more than half of the tokens of a device before"
     return None

@@ -28,7 +28,7 @@ PREFERENCE = "cudnn", "mosaic_tpu", "xla"
 
 
 def implement(
-    branches: tuple[BranchSchedule, ...], name: str | None, request: Request, with_warning: bool = False
+    schedules: tuple[BranchSchedule, ...], name: str | None, request: Request, with_warning: bool = False
 ) -> tuple[BranchSchedule, ...]:
     """Returns the branches with their implementations; warns, if asked to, of what hinders faster ones.
 
@@ -36,36 +36,36 @@ def implement(
       ValueError: if the named implementation cannot serve all branches.
     """
     if with_warning and name is None and request.unmapped:
-        _warn_of_axes(branches, request)
-    chosen = [_choose(branch, name, request) for branch in branches]
+        _warn_of_axes(schedules, request)
+    chosen = [_choose(schedule, name, request) for schedule in schedules]
     for _, reason in chosen:
         if reason is not None:
             raise ValueError(f"implementation={name!r} cannot serve: {reason}; leave it out for the fastest that can")
     return tuple(prepared for prepared, _ in chosen)
 
 
-def obstacle(branches: tuple[BranchSchedule, ...], name: str | None, request: Request) -> str | None:
+def obstacle(schedules: tuple[BranchSchedule, ...], name: str | None, request: Request) -> str | None:
     """Returns why the named implementation cannot serve one of the branches, None where it can serve all."""
-    reasons = (_choose(branch, name, request)[1] for branch in branches)
+    reasons = (_choose(schedule, name, request)[1] for schedule in schedules)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def obstacles(branch: BranchSchedule, request: Request) -> list[tuple[str, str]]:
+def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str]]:
     """Returns the names of those that are preferred to what serves a branch, each with why it does not."""
     found = []
     for own in PREFERENCE:
-        reason = IMPLEMENTATIONS[own].obstacle(request, _prepare(request, branch, own))
+        reason = IMPLEMENTATIONS[own].obstacle(request, _prepare(request, schedule, own))
         if reason is None:
             break
         found.append((NAME_OF[own], reason))
     return found
 
 
-def _choose(branch: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
+def _choose(schedule: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
     """Returns the branch with its implementation, and why that cannot serve if none can."""
-    prepared, reason = branch, None
+    prepared, reason = schedule, None
     for own in PREFERENCE if name is None else _of_platform(NAMES[name], request.platform):
-        prepared = _prepare(request, branch, own)
+        prepared = _prepare(request, schedule, own)
         reason = IMPLEMENTATIONS[own].obstacle(request, prepared)
         if reason is None:
             break
@@ -77,17 +77,17 @@ def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: IMPLEMENTATIONS[name].platform == platform))
 
 
-def _prepare(request: Request, branch: BranchSchedule, name: str) -> BranchSchedule:
+def _prepare(request: Request, schedule: BranchSchedule, name: str) -> BranchSchedule:
     own = IMPLEMENTATIONS[name]
-    return dataclasses.replace(own.prepare(request, branch), implementation=name, traits=own.traits)
+    return dataclasses.replace(own.prepare(request, schedule), implementation=name, traits=own.traits)
 
 
-def _warn_of_axes(branches: tuple[BranchSchedule, ...], request: Request) -> None:
+def _warn_of_axes(schedules: tuple[BranchSchedule, ...], request: Request) -> None:
     """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
     for name in PREFERENCE:
         implementation = IMPLEMENTATIONS[name]
-        for branch in branches:
-            prepared = _prepare(request, branch, name)
+        for schedule in schedules:
+            prepared = _prepare(request, schedule, name)
             if implementation.obstacle(request._replace(unmapped=()), prepared) is None:
                 reason = implementation.obstacle(request, prepared)
                 if reason is not None:

@@ -75,8 +75,8 @@ class Mosaic(KernelImplementation):
     def tile_rows(self, request: Request) -> tuple[int, int]:
         """Returns the most rows of tiles of queries and of keys."""
 
-    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
-        del branch
+    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
+        del schedule
         if not self.interpret and (reason := self.obstacle_of_hardware(request)):
             return reason
         if request.query.dtype not in self.dtypes:
@@ -85,9 +85,9 @@ class Mosaic(KernelImplementation):
             return f"it computes products at the default precision or the highest, and precision={request.precision!r}"
         return request.obstacle_to_kernels()
 
-    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
-        return dataclasses.replace(branch.in_whole_chunks(), tile_rows=self.tile_rows(request))
+        return dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts heads before rows."""
@@ -236,8 +236,8 @@ def _unfold(slots: Slots) -> Slots:
 
 
 def _tile_rows(slots: Slots) -> tuple[int, int]:
-    assert slots.branch.tile_rows is not None
-    return slots.branch.tile_rows
+    assert slots.schedule.tile_rows is not None
+    return slots.schedule.tile_rows
 
 
 def _tile(mask: Any, most_rows: int, parts_of: Callable[[int], tuple[int, ...]]) -> Any:

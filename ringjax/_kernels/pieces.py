@@ -49,21 +49,21 @@ class ChunkView(NamedTuple):
 
 def see(slots: Slots) -> ChunkView:
     """Returns what is seen of the slots of a shard."""
-    side, branch = slots.side, slots.branch
-    holder, slot = branch.origin(slots.shards[0], 0)
+    side, schedule = slots.side, slots.schedule
+    holder, slot = schedule.origin(slots.shards[0], 0)
     begin, size = side.begin // side.step, side.num_slots // side.num_chunks
-    labels = _labels(slots) if has_spans(branch, slots.documents is not None) else None
-    return ChunkView(holder * branch.queries.num_slots + slot, range(begin, begin + size), labels)
+    labels = _labels(slots) if has_spans(schedule, slots.documents is not None) else None
+    return ChunkView(holder * schedule.queries.num_slots + slot, range(begin, begin + size), labels)
 
 
-def window_of(branch: BranchSchedule) -> int | None:
+def window_of(schedule: BranchSchedule) -> int | None:
     """Returns the size of a branch that is a window, None for others."""
-    return branch.branch.size if isinstance(branch.branch, Window) else None
+    return schedule.branch.size if isinstance(schedule.branch, Window) else None
 
 
-def has_spans(branch: BranchSchedule, has_documents: bool) -> bool:
+def has_spans(schedule: BranchSchedule, has_documents: bool) -> bool:
     """Whether not all rows that meet attend to each other, but those of spans."""
-    return branch.branch.is_by_group and (has_documents or not branch.is_dense)
+    return schedule.branch.is_by_group and (has_documents or not schedule.is_dense)
 
 
 def _labels(slots: Slots) -> Labels:
@@ -127,11 +127,11 @@ class Piece(NamedTuple):
 
 def switch(meeting: Meeting, compute: Callable[..., Any], queries: Any, keys: Keys) -> Any:
     """Computes the pieces of a meeting: where its case is known beforehand, with that case alone."""
-    branch, batch = meeting.branch, keys.key.shape[0]
+    schedule, batch = meeting.schedule, keys.key.shape[0]
     views = meeting.queries.of_batch(batch), meeting.keys.of_batch(batch)
     # By the order of the shards: the same, keys that are earlier, and later ones.
-    ways = list(_own_pieces(branch, *views)), *_other_pieces(branch, *views)
-    if not branch.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
+    ways = list(_own_pieces(schedule, *views)), *_other_pieces(schedule, *views)
+    if not schedule.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
         ways = (ways[0],) * 3
     possible = ways if not isinstance(meeting.hops, int) else ways[1:] if meeting.hops else ways[:1]
     cases = [way for number, way in enumerate(possible) if not any(way is other for other in possible[:number])]
@@ -146,19 +146,19 @@ def switch(meeting: Meeting, compute: Callable[..., Any], queries: Any, keys: Ke
     return jax.lax.switch(case, [functools.partial(compute, pieces) for pieces in cases], queries, keys)
 
 
-def _own_pieces(branch: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[Piece]:
+def _own_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[Piece]:
     """The pieces of one shard's rows, of which a side may be some: the same rows, and those before and behind them."""
     start, stop = max(queries.place.start, keys.place.start), min(queries.place.stop, keys.place.stop)
-    window = window_of(branch)
+    window = window_of(schedule)
     piece = functools.partial(_piece, queries, keys)
-    yield piece((start, stop), (start, stop), is_same=True, is_causal=branch.is_causal, window=window)
+    yield piece((start, stop), (start, stop), is_same=True, is_causal=schedule.is_causal, window=window)
     (first, last), (first_key, last_key) = ((view.place.start, view.place.stop) for view in (queries, keys))
     others = [((stop, last), (first_key, stop)), ((start, stop), (first_key, start))]  # with earlier keys
-    if not branch.is_causal:
+    if not schedule.is_causal:
         others += [((first, start), (start, last_key)), ((start, stop), (stop, last_key))]
     for some, some_keys in others:
         if some[0] < some[1] and some_keys[0] < some_keys[1]:
-            yield from _across(branch, piece, some, some_keys)
+            yield from _across(schedule, piece, some, some_keys)
 
 
 # Two shards of a balanced ring, each with an early and a late half of rows: of the shard whose early half is earlier,
@@ -167,22 +167,22 @@ def _own_pieces(branch: BranchSchedule, queries: ChunkView, keys: ChunkView) -> 
 # before: each time half of the pairs, without a mask.
 
 
-def _other_pieces(branch: BranchSchedule, queries: ChunkView, keys: ChunkView) -> tuple[list[Piece], list[Piece]]:
+def _other_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> tuple[list[Piece], list[Piece]]:
     """The pieces of two shards' rows, where the keys are earlier and where they are later."""
     whole = [(view.place.start, view.place.stop) for view in (queries, keys)]
     piece = functools.partial(_piece, queries, keys)
-    if branch.is_balanced:
+    if schedule.is_balanced:
         half = len(queries.place) // 2
         return [piece(whole[0], (0, half))], [piece((half, 2 * half), whole[1])]
-    earlier = list(_across(branch, piece, *whole))
-    return earlier, ([] if branch.is_causal else earlier)
+    earlier = list(_across(schedule, piece, *whole))
+    return earlier, ([] if schedule.is_causal else earlier)
 
 
 def _across(
-    branch: BranchSchedule, piece: Callable[..., Piece], queries: tuple[int, int], keys: tuple[int, int]
+    schedule: BranchSchedule, piece: Callable[..., Piece], queries: tuple[int, int], keys: tuple[int, int]
 ) -> Iterator[Piece]:
     """The piece of rows of other tokens: all of them, or as far as a window of earlier ones goes."""
-    window = window_of(branch)
+    window = window_of(schedule)
     if window is None:
         yield piece(queries, keys)
     elif window > 1:

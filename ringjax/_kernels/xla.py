@@ -26,12 +26,12 @@ class Xla(Implementation):
     platform = None
     traits = OF_TILES
 
-    def obstacle(self, request: Request, branch: BranchSchedule) -> None:
-        del request, branch
+    def obstacle(self, request: Request, schedule: BranchSchedule) -> None:
+        del request, schedule
 
-    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         # To sort is a pass over the rows, and much to compile. As compiled for GPUs, programs take less memory with it.
-        return dataclasses.replace(branch, sorts_halves=request.platform != "cpu")
+        return dataclasses.replace(schedule, sorts_halves=request.platform != "cpu")
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         sizes = {"C": side.chunks_per_tile, "R": side.block_rows}

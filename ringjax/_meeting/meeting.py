@@ -59,8 +59,8 @@ class Slots(NamedTuple):
     documents: Int[Array, "J B C classes R"] | None = None
 
     @property
-    def branch(self) -> BranchSchedule:
-        """The branch that the rows are of."""
+    def schedule(self) -> BranchSchedule:
+        """The schedule of the branch that the rows are of."""
         return self.rows.schedule
 
     @property
@@ -90,7 +90,7 @@ class Slots(NamedTuple):
             is_row = None if side.is_full else token < end
         else:
             # The halves of a shard's slots are whole tiles, each of another shard.
-            shard, slot = self.branch.origin(shard, slot) if self.is_swapped else (shard, slot)
+            shard, slot = self.schedule.origin(shard, slot) if self.is_swapped else (shard, slot)
             token, is_row = side.slot_token(shard, chunk, slots + slot, offset)
         if is_row is not None and side.num_full_chunks > side.num_chunks:
             is_row &= chunk < side.num_chunks
@@ -107,7 +107,7 @@ class Slots(NamedTuple):
             return begin + slot * step, end if side.is_full else jnp.minimum(end, stop)
         # By a table of the shards and the slots that their two halves are from.
         shards = np.arange(side.num_shards)[:, None]
-        holder, first_slot = self.branch.origin(shards, np.array([0, side.num_slots // 2]))
+        holder, first_slot = self.schedule.origin(shards, np.array([0, side.num_slots // 2]))
         begin = side.first(holder)
         table = np.stack([begin + first_slot * step, np.minimum(begin + side.chunk_length, stop)])
         tiles = side.num_tiles // 2
@@ -125,7 +125,7 @@ class Slots(NamedTuple):
         is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "residues")
         residue = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
         taken = []
-        for (_, earlier), offsets in zip(self.branch.earlier, heads.earlier_offsets, strict=True):
+        for (_, earlier), offsets in zip(self.schedule.earlier, heads.earlier_offsets, strict=True):
             label = first = last = None
             if earlier.is_by_group or earlier.modulus > 1:
                 is_kept = earlier.keeps(token, pick(offsets, heads.classes)[:, None])
@@ -170,7 +170,7 @@ class Meeting(NamedTuple):
     Where the branch `is_alone`, nothing is added to its results.
     """
 
-    branch: BranchSchedule
+    schedule: BranchSchedule
     queries: Any
     keys: Any
     is_new: Any = True
@@ -180,12 +180,12 @@ class Meeting(NamedTuple):
     @property
     def is_only(self) -> bool:
         """Whether the rows of queries meet no others."""
-        return self.branch.is_local or self.branch.is_gathered
+        return self.schedule.is_local or self.schedule.is_gathered
 
     @property
     def is_all(self) -> bool:
         """Whether its results are those of the call: nothing is added to them."""
-        return self.is_alone and self.branch.is_local
+        return self.is_alone and self.schedule.is_local
 
 
 def see_queries(slots: Slots, noise: Noise | None = None) -> View:
@@ -216,15 +216,15 @@ def make_mask(meeting: Meeting) -> Mask:
 
 def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: bool = True) -> QueryMask:
     """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
-    branch = slots.branch
+    schedule = slots.schedule
     token, is_row = slots.tokens()
     document, residue, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
     is_row = slots.of_members(is_row, document)
     stream = () if noise is None else noise.stream(token)
-    first, last = _interval(slots.side.branch.seen(token, branch.is_causal), branch.is_causal)
+    first, last = _interval(slots.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
-    elif branch.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
+    elif schedule.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
         first = None
     return QueryMask(first, last, document, residue, taken, stream)
 

@@ -57,11 +57,11 @@ class Implementation(abc.ABC):
     traits: Traits  # what others may know of it
 
     @abc.abstractmethod
-    def obstacle(self, request: Request, branch: BranchSchedule) -> str | None:
+    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
         """Returns why it cannot serve a request in a branch, None where it can."""
 
     @abc.abstractmethod
-    def prepare(self, request: Request, branch: BranchSchedule) -> BranchSchedule:
+    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule in tiles of its own."""
 
     @abc.abstractmethod

@@ -40,11 +40,11 @@ class Comparison:
 
     def _row(self, one: Forecast) -> dict[str, Any]:
         both = one.forward + one.backward
-        legs = [leg for branch in one.implemented if branch.strategy == "ring" for leg in branch.key_legs]
+        legs = [leg for schedule in one.implemented if schedule.strategy == "ring" for leg in schedule.key_legs]
         hops = sum(leg.hops for leg in legs)
         return {
             "strategy": one.strategy,
-            "exchange_size": max(branch.exchange_size for branch in one.implemented),
+            "exchange_size": max(schedule.exchange_size for schedule in one.implemented),
             "hops": hops,
             "messages": sum(message.times for message in one.messages),
             "bytes_forward": one.num_bytes("forward"),
@@ -68,11 +68,11 @@ class Comparison:
     def implementations(self) -> list[dict[str, str]]:
         """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
         found = []
-        for schedule, branch in zip(self.best.schedules, self.best.implemented, strict=True):
+        for schedule, implemented in zip(self.best.schedules, self.best.implemented, strict=True):
             obstacles = self.call.obstacles(self.best.schedules, schedule)
             why = "; ".join(f"not {name}: {reason}" for name, reason in obstacles)
-            name = NAME_OF[branch.implementation]
-            found.append({"branch": str(branch.branch), "implementation": name, "why": why})
+            name = NAME_OF[implemented.implementation]
+            found.append({"branch": str(schedule.branch), "implementation": name, "why": why})
         return found
 
     @functools.cached_property

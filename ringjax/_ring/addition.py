@@ -50,10 +50,10 @@ def add_branches(
     A branch sends only after the arrays `earlier` have arrived, and after the branch before it.
     """
     fused = []
-    for number, branch in enumerate(plan.branches):
-        layout = Layout(plan.rows(branch), plan.implementation(branch))
-        compute_branch = functools.partial(compute, earlier=None if branch.is_local else earlier)
-        if branch.traits.are_added_at_once and branch.is_dense:
+    for number, schedule in enumerate(plan.schedules):
+        layout = Layout(plan.rows(schedule), plan.implementation(schedule))
+        compute_branch = functools.partial(compute, earlier=None if schedule.is_local else earlier)
+        if schedule.traits.are_added_at_once and schedule.is_dense:
             results = compute_branch(layout, arrays)
             fused.append((layout, results))
         else:
@@ -61,7 +61,7 @@ def add_branches(
             add = addition.first if is_first else addition.one
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
             results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
-        earlier = earlier if branch.is_local else results
+        earlier = earlier if schedule.is_local else results
     return _add_fused(fused, addition, total) if fused else total
 
 

@@ -95,13 +95,16 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
             _group_heads(array, plan)
             for array in IMPLEMENTATIONS[implementation].residuals(out, lse, cotangent, lse_grad)
         ]
-        for implementation in dict.fromkeys(branch.implementation for branch in plan.branches)
+        for implementation in dict.fromkeys(schedule.implementation for schedule in plan.schedules)
     }
     # The forward's rings come first, and those of layers behind it.
     earlier: Any = lse, cotangent, lse_grad
     grads: Any = []
     for part in plan.parts:
-        queries = arrays[0], {branch.implementation: residuals[branch.implementation] for branch in part.branches}
+        queries = (
+            arrays[0],
+            {schedule.implementation: residuals[schedule.implementation] for schedule in part.schedules},
+        )
         shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
         # A gradient that nothing is added to travels in the dtype of the caller's array.
         is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])

@@ -28,10 +28,10 @@ def backward(task: Task) -> Addends:
 
 
 def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
-    branch, implementation = task.branch, task.implementation
+    schedule, implementation = task.schedule, task.implementation
     queries, keys = task.take_swapped(task.queries), task.ways.gather(task.take(task.keys))
-    rows, size = task.keys.layout.rows, branch.gather_size
+    rows, size = task.keys.layout.rows, schedule.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
     others = implementation.see_keys(Slots(rows, gathered, False, keys.documents))
-    return queries, keys, Meeting(branch, own, others, is_alone=task.is_alone)
+    return queries, keys, Meeting(schedule, own, others, is_alone=task.is_alone)

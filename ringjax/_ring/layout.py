@@ -130,7 +130,7 @@ class Task(NamedTuple):
     is_alone: bool = False
 
     @property
-    def branch(self) -> BranchSchedule:
+    def schedule(self) -> BranchSchedule:
         """The schedule of the branch."""
         return self.queries.layout.rows.schedule
 
@@ -142,7 +142,7 @@ class Task(NamedTuple):
     @property
     def ways(self) -> Ways:
         """How its rows move."""
-        return self.plan.ways(self.branch)
+        return self.plan.ways(self.schedule)
 
     def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
         """Returns results in the dtypes in which they travel."""
@@ -170,8 +170,8 @@ class Task(NamedTuple):
     def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:
         """Returns the slots of an operand's tiles after so many hops."""
         rows = operand.layout.rows
-        shard = self.branch.source(rows.shard.astype(jnp.uint32), hops, direction)
-        return Slots(rows, shard[None], self.branch.is_balanced, tiles.documents)
+        shard = self.schedule.source(rows.shard.astype(jnp.uint32), hops, direction)
+        return Slots(rows, shard[None], self.schedule.is_balanced, tiles.documents)
 
 
 class Halo(NamedTuple):

@@ -25,13 +25,13 @@ from ringjax._schedule.schedule import BranchSchedule, exchanged_together
 class Plan:
     """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
 
-    `branches` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
+    `schedules` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
     schedules for all other platforms. Branches of which the same tokens are exchanged are a part of the plan; in that,
     `exchange_size` devices are a shard.
     """
 
     pattern: DilatedPattern
-    branches: tuple[BranchSchedule, ...]
+    schedules: tuple[BranchSchedule, ...]
     num_kv_heads: int
     weighting: Weighting
     placement: Placement
@@ -48,23 +48,23 @@ class Plan:
         if query_offset is None:
             return self
         first_token = query_offset.astype(jnp.uint32)
-        return dataclasses.replace(self, branches=tuple(branch.at(first_token) for branch in self.branches))
+        return dataclasses.replace(self, schedules=tuple(schedule.at(first_token) for schedule in self.schedules))
 
     @property
     def parts(self) -> tuple["Plan", ...]:
         """The parts of the plan, each with the branches of which the same tokens are exchanged."""
         return tuple(
-            dataclasses.replace(self, branches=group, exchange_size=group[0].exchange_size)
-            for group in exchanged_together(self.branches)
+            dataclasses.replace(self, schedules=group, exchange_size=group[0].exchange_size)
+            for group in exchanged_together(self.schedules)
         )
 
     @property
     def rows_exchanged(self) -> Rows | None:
         """The rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens."""
-        branch = self.branches[0]
-        if not branch.exchanges_rows:
+        schedule = self.schedules[0]
+        if not schedule.exchanges_rows:
             return None
-        return dataclasses.replace(self, exchange_size=1).rows(branch.of_devices())
+        return dataclasses.replace(self, exchange_size=1).rows(schedule.of_devices())
 
     @property
     def exchange(self) -> Exchange:
@@ -94,15 +94,17 @@ class Plan:
         """The number of key/value heads that this device's queries use."""
         return self._head_parts.size
 
-    def rows(self, branch: BranchSchedule) -> Rows:
+    def rows(self, schedule: BranchSchedule) -> Rows:
         """Returns the rows of queries that this shard keeps."""
-        heads = self._heads(branch)
-        return Rows(branch, branch.queries, self.exchange.shard, heads, self.placement.is_whole, branch.exchanges_rows)
+        heads = self._heads(schedule)
+        return Rows(
+            schedule, schedule.queries, self.exchange.shard, heads, self.placement.is_whole, schedule.exchanges_rows
+        )
 
-    def _heads(self, branch: BranchSchedule) -> BranchHeads:
+    def _heads(self, schedule: BranchSchedule) -> BranchHeads:
         """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
-        numbers = self.pattern.heads_of(branch.number, self.num_kv_heads)
-        branches = [(branch.number, branch.branch), *branch.earlier]
+        numbers = self.pattern.heads_of(schedule.number, self.num_kv_heads)
+        branches = [(schedule.number, schedule.branch), *schedule.earlier]
         offsets = [self.pattern.offset(np.asarray(numbers), one, number, self.num_kv_heads) for number, one in branches]
         offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
         own, *earlier = offsets.astype(np.uint32)
@@ -141,10 +143,10 @@ class Plan:
         return noise._replace(batch=batch.reshape(-1) * 0, head=head * 0) if self.broadcast_dropout else noise
 
     @staticmethod
-    def implementation(branch: BranchSchedule) -> Implementation:
+    def implementation(schedule: BranchSchedule) -> Implementation:
         """Returns what computes a branch."""
-        return IMPLEMENTATIONS[branch.implementation]
+        return IMPLEMENTATIONS[schedule.implementation]
 
-    def ways(self, branch: BranchSchedule) -> Ways:
+    def ways(self, schedule: BranchSchedule) -> Ways:
         """Returns how rows of a branch move."""
-        return Ways(branch, self.exchange, self.implementation(branch).slots_axis)
+        return Ways(schedule, self.exchange, self.implementation(schedule).slots_axis)

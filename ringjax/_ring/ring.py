@@ -30,7 +30,7 @@ class Addends(NamedTuple):
 
 def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
-    branch, implementation, plan = task.branch, task.implementation, task.plan
+    schedule, implementation, plan = task.schedule, task.implementation, task.plan
     queries = task.take_swapped(task.queries)
     own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
 
@@ -39,11 +39,11 @@ def forward(task: Task) -> Any:
         return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
-    with_halos = [leg for leg in branch.key_legs if leg.halo]
+    with_halos = [leg for leg in schedule.key_legs if leg.halo]
     halos = [task.send(task.keys, leg) for leg in with_halos]
     keys = task.take_swapped(task.keys)
     partial = implementation.start(queries.arrays, keys.arrays)
-    rotating = [leg for leg in branch.key_legs if leg.rotations]
+    rotating = [leg for leg in schedule.key_legs if leg.rotations]
     if not rotating:
         partial = attend(partial, task.keys, keys)
     for number, leg in enumerate(rotating):  # the first begins with a shard's own keys
@@ -72,12 +72,12 @@ def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any]
 
 def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries and of its keys."""
-    branch, implementation, plan = task.branch, task.implementation, task.plan
+    schedule, implementation, plan = task.schedule, task.implementation, task.plan
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
     see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
     see_keys = lambda *where: implementation.see_keys(task.slots(*where))
     grads = implementation.start_gradients(queries.arrays, keys.arrays)
-    do_queries_travel = queries_travel(branch, _row_bytes(queries, keys, grads, branch))
+    do_queries_travel = queries_travel(schedule, _row_bytes(queries, keys, grads, schedule))
     own = see_keys(task.keys, keys) if do_queries_travel else see_queries(task.queries, queries)
 
     def visit_keys(keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
@@ -93,16 +93,16 @@ def backward(task: Task) -> Addends:
         return (grads.key, grads.value), grads.query
 
     if do_queries_travel:
-        sent = _travel(task, task.queries, queries, branch.query_legs, visit_keys, tuple(grads[1:]))
+        sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, tuple(grads[1:]))
         with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])
         numbers = (0,)
     else:
-        sent = _travel(task, task.keys, keys, branch.key_legs, visit_queries, grads.query)
+        sent = _travel(task, task.keys, keys, schedule.key_legs, visit_queries, grads.query)
         with_sent = lambda grad: grads._replace(query=sent.resident, key=grad[0], value=grad[1])
         numbers = 1, 2
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
     addends = finish(sent.parts[0].grad)
-    if branch.is_closed:
+    if schedule.is_closed:
         return Addends(addends[0], *task.ways.swap_back(task.narrow(addends[1:], task.keys.tokens)))
     parts = []
     for part in sent.parts:
@@ -116,16 +116,16 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
-    return Meeting(task.branch, queries, keys, task.branch.is_new(shard, hops, direction), hops, task.is_alone)
+    return Meeting(task.schedule, queries, keys, task.schedule.is_new(shard, hops, direction), hops, task.is_alone)
 
 
-def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, branch: BranchSchedule) -> RowBytes:
+def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, schedule: BranchSchedule) -> RowBytes:
     count = lambda tree: sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
     return RowBytes(
-        queries=count(queries) // branch.queries.num_slots,
-        keys=count(keys) // branch.keys.num_slots,
-        query_grad=count(grads.query) // branch.queries.num_slots,
-        keys_grad=count(tuple(grads[1:])) // branch.keys.num_slots,
+        queries=count(queries) // schedule.queries.num_slots,
+        keys=count(keys) // schedule.keys.num_slots,
+        query_grad=count(grads.query) // schedule.queries.num_slots,
+        keys_grad=count(tuple(grads[1:])) // schedule.keys.num_slots,
     )
 
 
@@ -159,7 +159,7 @@ def _travel(
     rotating = [leg for leg in legs if leg.rotations]
     turn = lambda leg: functools.partial(visit, direction=leg.direction)
     hop = lambda tiles, leg: task.ways.hop(tiles, leg.direction)
-    if task.branch.is_closed:
+    if task.schedule.is_closed:
         own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
         for leg in rotating:
             grad, resident_grad = _rotate(task, operand, leg, hop(tiles, leg), turn(leg), resident_grad)
@@ -209,7 +209,7 @@ def _rotate(
     grad, resident_grad = visit(resident_grad, operand, arrays, 1)
     if size > 1:
         arriving = hop(arrays)
-        if not task.branch.is_closed:
+        if not task.schedule.is_closed:
             # Taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it only
             # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
             arriving, grad = jax.lax.optimization_barrier((arriving, grad))

@@ -50,8 +50,8 @@ def _map_once(
         mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
         if plan.elsewhere is None:
             return mapped(*arrays)
-        elsewhere = functools.partial(run, dataclasses.replace(plan, branches=plan.elsewhere, elsewhere=None))
-        names = (plan.implementation(branch).platform for branch in plan.branches)
+        elsewhere = functools.partial(run, dataclasses.replace(plan, schedules=plan.elsewhere, elsewhere=None))
+        names = (plan.implementation(schedule).platform for schedule in plan.schedules)
         ways = {name: mapped for name in names if name is not None}
         return jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
 

@@ -49,14 +49,14 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bo
     Sums are of this dtype; where the part `is_alone`, nothing is added to them.
     """
     (query,), (_, value), groups = shard.queries, shard.keys, shard.groups
-    is_last = is_alone and len(part.branches) == 1
+    is_last = is_alone and len(part.schedules) == 1
 
     def attend(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query,), (key, value), documents = arrays
         queries = Operand(layout, (query,), documents[0], lambda query: query, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last)
-        out, lse = layout.implementation.finish(BY_STRATEGY[task.branch.strategy].forward(task))
+        out, lse = layout.implementation.finish(BY_STRATEGY[task.schedule.strategy].forward(task))
         out, lse = task.ways.swap_back((*task.narrow([out], [query]), lse))
         return out, lse[..., None]
 
@@ -84,7 +84,7 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, is_final:
     They are of the dtype of `zero`. To those of queries, keys and values that are `is_final`, nothing is added.
     """
     groups, arrays = shard.groups, (shard.queries[0], *shard.keys)
-    is_last = [len(part.branches) == 1 and is_one for is_one in is_final]
+    is_last = [len(part.schedules) == 1 and is_one for is_one in is_final]
 
     def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query, residuals), (key, value), documents = arrays
@@ -92,7 +92,7 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, is_final:
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])
-        addends = BY_STRATEGY[task.branch.strategy].backward(task)
+        addends = BY_STRATEGY[task.schedule.strategy].backward(task)
         if addends.query is None:
             return addends
         query_grad = addends.query.astype(query.dtype) if is_last[0] else addends.query

@@ -15,17 +15,17 @@ from ringjax._schedule.schedule import BranchSchedule
 class Ways(NamedTuple):
     """How rows of a branch move between the shards of an exchange; tiles of them have slots along `slots_axis`."""
 
-    branch: BranchSchedule
+    schedule: BranchSchedule
     exchange: Exchange
     slots_axis: int
 
     def rotate(self, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
-        return self._permute(arrays, self.branch.permutation(hops))
+        return self._permute(arrays, self.schedule.permutation(hops))
 
     def hop(self, arrays: Any, hops: int) -> Any:
         """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
-        return self._permute(arrays, self.branch.hop(hops))
+        return self._permute(arrays, self.schedule.hop(hops))
 
     def hop_rows(self, rows: tuple[Array, ...], hops: int) -> Moved:
         """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
@@ -36,28 +36,28 @@ class Ways(NamedTuple):
 
     def swap(self, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
-        return self._sort(self._give(tiles)) if self.branch.is_balanced else tiles
+        return self._sort(self._give(tiles)) if self.schedule.is_balanced else tiles
 
     def swap_back(self, tiles: Any) -> Any:
         """Undoes `swap`."""
-        return self._give(self._sort(tiles)) if self.branch.is_balanced else tiles
+        return self._give(self._sort(tiles)) if self.schedule.is_balanced else tiles
 
     def _give(self, tiles: Any) -> Any:
-        permutation, axis = self.branch.swap_permutation(), self.slots_axis
+        permutation, axis = self.schedule.swap_permutation(), self.slots_axis
 
         def give(array: Array) -> Array:
             own, given = self._halves(array)
             taken = self._permute(given, permutation)
-            if self.branch.sorts_halves:  # which makes one array of both anyway
+            if self.schedule.sorts_halves:  # which makes one array of both anyway
                 return jax.lax.concatenate([own, taken], axis)
             return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
 
         return jax.tree.map(give, tiles)
 
     def _sort(self, tiles: Any) -> Any:
-        if not self.branch.sorts_halves:
+        if not self.schedule.sorts_halves:
             return tiles
-        is_late, axis = self.branch.is_late(self.exchange.shard), self.slots_axis
+        is_late, axis = self.schedule.is_late(self.exchange.shard), self.slots_axis
         flip = lambda array: jax.lax.concatenate(self._halves(array)[::-1], axis)
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
@@ -67,23 +67,23 @@ class Ways(NamedTuple):
 
     def gather(self, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
-        axis, groups = self.slots_axis, self.branch.keys.num_tile_groups
+        axis, groups = self.slots_axis, self.schedule.keys.num_tile_groups
         gathered = self._collect(functools.partial(jax.lax.all_gather, axis=axis), tiles)
-        return jax.tree.map(lambda array: _swap_parts(array, axis, self.branch.gather_size, groups), gathered)
+        return jax.tree.map(lambda array: _swap_parts(array, axis, self.schedule.gather_size, groups), gathered)
 
     def scatter(self, tiles: Any) -> Any:
         """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
-        axis, groups = self.slots_axis, self.branch.keys.num_tile_groups
-        by_shards = jax.tree.map(lambda array: _swap_parts(array, axis, groups, self.branch.gather_size), tiles)
+        axis, groups = self.slots_axis, self.schedule.keys.num_tile_groups
+        by_shards = jax.tree.map(lambda array: _swap_parts(array, axis, groups, self.schedule.gather_size), tiles)
         return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), by_shards)
 
     def _collect(self, collective: Any, tiles: Any) -> Any:
-        if self.branch.gather_size == 1:
+        if self.schedule.gather_size == 1:
             return tiles
         collect = functools.partial(
             collective,
             axis_name=self.exchange.axis_name,
-            axis_index_groups=self.exchange.groups(self.branch.gather_groups),
+            axis_index_groups=self.exchange.groups(self.schedule.gather_groups),
             tiled=True,
         )
         return jax.tree.map(collect, tiles)

@@ -28,10 +28,10 @@ class RowBytes(NamedTuple):
     keys_grad: int
 
 
-def queries_travel(branch: BranchSchedule, row: RowBytes) -> bool:
+def queries_travel(schedule: BranchSchedule, row: RowBytes) -> bool:
     """Returns whether the backward sends queries on their ways, being lighter than keys and values with gradients."""
-    queries = _num_rows(branch.query_legs, branch.queries) * (row.queries + row.query_grad)
-    return queries < _num_rows(branch.key_legs, branch.keys) * (row.keys + row.keys_grad)
+    queries = _num_rows(schedule.query_legs, schedule.queries) * (row.queries + row.query_grad)
+    return queries < _num_rows(schedule.key_legs, schedule.keys) * (row.keys + row.keys_grad)
 
 
 def _num_rows(legs: Iterable[Leg], side: Side) -> int:
@@ -91,155 +91,157 @@ class Work:
         """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
         return exchange_size * self.local_heads(exchange_size) != self.local_heads(1)
 
-    def heads_of(self, branch: BranchSchedule) -> tuple[int, int]:
+    def heads_of(self, schedule: BranchSchedule) -> tuple[int, int]:
         """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
-        parts = self._parts(branch.exchange_size)
-        most = max(parts.members(self._numbers(branch)))
-        return self.num_heads // branch.exchange_size // parts.size * most, most
+        parts = self._parts(schedule.exchange_size)
+        most = max(parts.members(self._numbers(schedule)))
+        return self.num_heads // schedule.exchange_size // parts.size * most, most
 
-    def num_classes(self, branch: BranchSchedule) -> int:
+    def num_classes(self, schedule: BranchSchedule) -> int:
         """Returns how many classes of heads there are, whose rows are not the same."""
-        branches = [(branch.number, branch.branch), *branch.earlier]
-        offsets = [self._offsets(branch, one, number) for number, one in branches]
+        branches = [(schedule.number, schedule.branch), *schedule.earlier]
+        offsets = [self._offsets(schedule, one, number) for number, one in branches]
         return np.unique(np.stack(offsets), axis=1).shape[1]
 
-    def offsets(self, branch: BranchSchedule) -> tuple[int, ...]:
+    def offsets(self, schedule: BranchSchedule) -> tuple[int, ...]:
         """Returns the offset of each key/value head, of all devices, that runs a branch."""
-        return tuple(self._offsets(branch, branch.branch, branch.number).tolist())
+        return tuple(self._offsets(schedule, schedule.branch, schedule.number).tolist())
 
-    def _offsets(self, branch: BranchSchedule, other: Branch, number: int) -> np.ndarray:
+    def _offsets(self, schedule: BranchSchedule, other: Branch, number: int) -> np.ndarray:
         """The offsets of the heads of a branch in another branch."""
-        return self.pattern.offset(np.asarray(self._numbers(branch)), other, number, self.num_kv_heads)
+        return self.pattern.offset(np.asarray(self._numbers(schedule)), other, number, self.num_kv_heads)
 
     def _parts(self, exchange_size: int) -> HeadParts:
         return HeadParts(self.num_kv_heads, self.head_parts * exchange_size)
 
-    def _numbers(self, branch: BranchSchedule) -> range:
-        return self.pattern.heads_of(branch.number, self.num_kv_heads)
+    def _numbers(self, schedule: BranchSchedule) -> range:
+        return self.pattern.heads_of(schedule.number, self.num_kv_heads)
 
-    def documents(self, branch: BranchSchedule) -> int:
+    def documents(self, schedule: BranchSchedule) -> int:
         """Returns the bytes of the documents of a slot."""
-        return self.batch * self.num_classes(branch) * self.document_itemsize if self.document_itemsize else 0
+        return self.batch * self.num_classes(schedule) * self.document_itemsize if self.document_itemsize else 0
 
-    def query_row(self, branch: BranchSchedule) -> int:
+    def query_row(self, schedule: BranchSchedule) -> int:
         """Returns the bytes of a slot's queries."""
-        return self.batch * self.heads_of(branch)[0] * self.width * self.itemsize + self.documents(branch)
+        return self.batch * self.heads_of(schedule)[0] * self.width * self.itemsize + self.documents(schedule)
 
-    def keys_row(self, branch: BranchSchedule) -> int:
+    def keys_row(self, schedule: BranchSchedule) -> int:
         """Returns the bytes of a slot's keys and values."""
         of_head = (self.width + self.value_width) * self.itemsize
-        return self.batch * self.heads_of(branch)[1] * of_head + self.documents(branch)
+        return self.batch * self.heads_of(schedule)[1] * of_head + self.documents(schedule)
 
-    def row_bytes(self, branch: BranchSchedule) -> RowBytes:
+    def row_bytes(self, schedule: BranchSchedule) -> RowBytes:
         """Returns the bytes of a slot in the backward."""
-        heads, kv_heads = self.heads_of(branch)
+        heads, kv_heads = self.heads_of(schedule)
         return RowBytes(
-            queries=self.query_row(branch) + self.batch * heads * self._residual_bytes(branch),
-            keys=self.keys_row(branch),
+            queries=self.query_row(schedule) + self.batch * heads * self._residual_bytes(schedule),
+            keys=self.keys_row(schedule),
             query_grad=self.batch * heads * self.width * self.sum_itemsize,
             keys_grad=self.batch * kv_heads * (self.width + self.value_width) * self.sum_itemsize,
         )
 
-    def _residual_bytes(self, branch: BranchSchedule) -> int:
+    def _residual_bytes(self, schedule: BranchSchedule) -> int:
         """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
-        if branch.traits.takes_output:
+        if schedule.traits.takes_output:
             return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
         return self.value_width * self.itemsize + 2 * self.sum_itemsize
 
-    def residual_bytes(self, branches: Iterable[BranchSchedule]) -> int:
+    def residual_bytes(self, schedules: Iterable[BranchSchedule]) -> int:
         """Returns the same for several branches, each of whose implementations has its own."""
-        return sum({branch.implementation: self._residual_bytes(branch) for branch in branches}.values())
+        return sum({schedule.implementation: self._residual_bytes(schedule) for schedule in schedules}.values())
 
 
-def messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+def messages(work: Work, schedules: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
     """Returns what each device sends in all branches."""
-    of_branches = [branch_messages(work, branch, has_gradient) for branch in branches]
-    return sum(of_branches, exchange_messages(work, branches, has_gradient))
+    of_branches = [branch_messages(work, schedule, has_gradient) for schedule in schedules]
+    return sum(of_branches, exchange_messages(work, schedules, has_gradient))
 
 
-def branch_messages(work: Work, branch: BranchSchedule, has_gradient: bool) -> list[Message]:
+def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) -> list[Message]:
     """Returns what each device sends in one branch, beside what is exchanged."""
-    of_strategy = _of_gather if branch.is_gathered else _of_ring
-    return [message for message in of_strategy(work, branch, has_gradient) if message.num_bytes]
+    of_strategy = _of_gather if schedule.is_gathered else _of_ring
+    return [message for message in of_strategy(work, schedule, has_gradient) if message.num_bytes]
 
 
-def _of_ring(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """What goes round or along: keys, and where they are the lighter side queries, with gradients."""
-    yield from _swaps(work, branch, has_gradient, with_keys=True)
-    yield from _ways("forward", branch, branch.key_legs, branch.keys, work.keys_row(branch))
+    yield from _swaps(work, schedule, has_gradient, with_keys=True)
+    yield from _ways("forward", schedule, schedule.key_legs, schedule.keys, work.keys_row(schedule))
     if has_gradient:
-        row = work.row_bytes(branch)
-        do_queries = queries_travel(branch, row)
-        legs, side = (branch.query_legs, branch.queries) if do_queries else (branch.key_legs, branch.keys)
+        row = work.row_bytes(schedule)
+        do_queries = queries_travel(schedule, row)
+        legs, side = (schedule.query_legs, schedule.queries) if do_queries else (schedule.key_legs, schedule.keys)
         arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
-        yield from _ways("backward", branch, legs, side, arrays)
-        yield from _ways("backward", branch, legs, side, grad)
+        yield from _ways("backward", schedule, legs, side, arrays)
+        yield from _ways("backward", schedule, legs, side, grad)
 
 
-def _ways(direction: Direction, branch: BranchSchedule, legs: Iterable[Leg], side: Side, row: int) -> Iterator[Message]:
+def _ways(
+    direction: Direction, schedule: BranchSchedule, legs: Iterable[Leg], side: Side, row: int
+) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
     for leg in legs:
-        yield of_devices(row * side.num_slots * (leg.rotations > 0), branch.exchange_size, leg.rotations)
-        yield of_devices(row * leg.halo_rows(side), branch.exchange_size * abs(leg.halo_hops))
+        yield of_devices(row * side.num_slots * (leg.rotations > 0), schedule.exchange_size, leg.rotations)
+        yield of_devices(row * leg.halo_rows(side), schedule.exchange_size * abs(leg.halo_hops))
 
 
-def _of_gather(work: Work, branch: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """Keys that come at once, again for the gradient, and gradients that are summed where the keys are."""
-    yield from _swaps(work, branch, has_gradient, with_keys=False)
-    size = branch.gather_size
-    of_others = branch.keys.num_slots * (size - 1)
+    yield from _swaps(work, schedule, has_gradient, with_keys=False)
+    size = schedule.gather_size
+    of_others = schedule.keys.num_slots * (size - 1)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     for direction in directions:
-        yield Message(direction, "all_gather", work.keys_row(branch) * of_others, size * branch.exchange_size)
+        yield Message(direction, "all_gather", work.keys_row(schedule) * of_others, size * schedule.exchange_size)
     if has_gradient:
-        keys_grad = work.row_bytes(branch).keys_grad
-        yield Message("backward", "reduce_scatter", keys_grad * of_others, size * branch.exchange_size)
+        keys_grad = work.row_bytes(schedule).keys_grad
+        yield Message("backward", "reduce_scatter", keys_grad * of_others, size * schedule.exchange_size)
 
 
-def _swaps(work: Work, branch: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
+def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
     """The halves that balanced shards give each other, and what returns."""
-    if not branch.is_balanced:
+    if not schedule.is_balanced:
         return
-    heads, _ = work.heads_of(branch)
+    heads, _ = work.heads_of(schedule)
     result = work.itemsize if work.has_one_branch else work.sum_itemsize
-    has_all_tokens = branch.branch.keeps_all or branch.exchanges_rows
-    is_put = has_all_tokens and not branch.traits.are_added_at_once
-    is_total = work.has_one_branch and is_put and heads == work.num_heads // branch.exchange_size
-    is_packed = branch.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
+    has_all_tokens = schedule.branch.keeps_all or schedule.exchanges_rows
+    is_put = has_all_tokens and not schedule.traits.are_added_at_once
+    is_total = work.has_one_branch and is_put and heads == work.num_heads // schedule.exchange_size
+    is_packed = schedule.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
     has_lse = has_gradient or work.needs_lse or not is_total or is_packed
-    swap = functools.partial(_swap, branch)
+    swap = functools.partial(_swap, schedule)
     # Documents, which are the same for queries and keys, are swapped once.
-    documents = work.documents(branch)
-    keys = with_keys * (work.keys_row(branch) - documents)
-    yield swap("forward", work.query_row(branch) + keys)
+    documents = work.documents(schedule)
+    keys = with_keys * (work.keys_row(schedule) - documents)
+    yield swap("forward", work.query_row(schedule) + keys)
     yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
     if has_gradient:
-        row = work.row_bytes(branch)
-        of_keys = work.sum_itemsize if work.repeats_heads(branch.exchange_size) else result
+        row = work.row_bytes(schedule)
+        of_keys = work.sum_itemsize if work.repeats_heads(schedule.exchange_size) else result
         grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
         yield swap("backward", row.queries - documents + keys)
         yield swap("backward", grads // work.sum_itemsize)
 
 
-def _swap(branch: BranchSchedule, direction: Direction, row: int) -> Message:
-    distance = branch.exchange_size * (branch.ring_size - 1)
-    return Message(direction, "permute", row * (branch.queries.num_slots // 2), distance)
+def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
+    distance = schedule.exchange_size * (schedule.ring_size - 1)
+    return Message(direction, "permute", row * (schedule.queries.num_slots // 2), distance)
 
 
-def exchange_messages(work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+def exchange_messages(work: Work, schedules: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
     """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
     found: list[Message] = []
-    for group in exchanged_together(branch for branch in branches if branch.exchange_size > 1):
+    for group in exchanged_together(schedule for schedule in schedules if schedule.exchange_size > 1):
         found += _of_exchange(work, group, has_gradient, is_alone=len(group) == len(work.pattern.branches))
     return [message for message in found if message.num_bytes]
 
 
 def _of_exchange(
-    work: Work, branches: tuple[BranchSchedule, ...], has_gradient: bool, is_alone: bool
+    work: Work, schedules: tuple[BranchSchedule, ...], has_gradient: bool, is_alone: bool
 ) -> Iterator[Message]:
-    size, one = branches[0].exchange_size, branches[0].of_devices()
+    size, one = schedules[0].exchange_size, schedules[0].of_devices()
     tokens = one.queries.shard_length, one.keys.shard_length
-    queries, keys = (one.queries.num_rows, one.keys.num_rows) if branches[0].exchanges_rows else tokens
+    queries, keys = (one.queries.num_rows, one.keys.num_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
     result, grad = (item if is_alone and is_last else sums for is_last in (True, not work.repeats_heads(size)))
@@ -256,5 +258,5 @@ def _of_exchange(
     for direction in directions:
         yield Message(direction, "all_gather", work.batch * sum(tokens) * work.document_itemsize * (size - 1), size)
     if has_gradient:
-        yield exchange("backward", work.width * item + work.residual_bytes(branches), kv_width * item)
+        yield exchange("backward", work.width * item + work.residual_bytes(schedules), kv_width * item)
         yield exchange("backward", work.width * result, kv_width * grad)

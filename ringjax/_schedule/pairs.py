@@ -14,15 +14,15 @@ _MOST_SHARDS, _MOST_BLOCKS = 16, 1024
 
 
 @functools.lru_cache(maxsize=1024)
-def num_kept_pairs(branch: BranchSchedule, offsets: tuple[int, ...]) -> int:
+def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """Returns how many pairs of a query head the busiest device keeps, on average over the offsets of heads.
 
     Of very long shards a sample of evenly spaced tokens is counted and scaled up.
     """
-    side = branch.queries
-    if branch.is_balanced:  # a triangle of all rows of the ring, in equal parts
-        rows = side.num_rows * branch.ring_size
-        return rows * (rows + 1) // (2 * branch.ring_size)
+    side = schedule.queries
+    if schedule.is_balanced:  # a triangle of all rows of the ring, in equal parts
+        rows = side.num_rows * schedule.ring_size
+        return rows * (rows + 1) // (2 * schedule.ring_size)
     distinct, counts = np.unique(offsets, return_counts=True)
     length = side.shard_length
     local = spaced_tokens(length)
@@ -30,8 +30,8 @@ def num_kept_pairs(branch: BranchSchedule, offsets: tuple[int, ...]) -> int:
     for shard in _looked_at(side):
         token = side.first(shard) + local
         token = token[token < side.stop]
-        count = lambda offset, token=token: branch.branch.count(
-            token, 0, branch.keys.length, offset, branch.keys.length, branch.is_causal
+        count = lambda offset, token=token: schedule.branch.count(
+            token, 0, schedule.keys.length, offset, schedule.keys.length, schedule.is_causal
         )
         sums = [count(int(offset)).sum(dtype=np.int64) for offset in distinct]
         found.append(np.average(sums, weights=counts) * length / max(1, len(local)))
@@ -39,22 +39,22 @@ def num_kept_pairs(branch: BranchSchedule, offsets: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def num_tile_pairs(branch: BranchSchedule, offsets: tuple[int, ...]) -> int:
+def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """Returns how many pairs are in the tiles of a query head that meet on the busiest device.
 
     A tile meets another where one of its queries, of any head, sees from its first to its last key one of the other's.
     Documents, and what earlier branches of a union take, are left out of account.
     """
-    queries, keys = branch.queries, branch.keys
+    queries, keys = schedule.queries, schedule.keys
     rows = queries.num_full_chunks * queries.block_rows
     if (
-        branch.is_balanced
+        schedule.is_balanced
     ):  # of the own halves two triangles and a whole one, of those of each other shard two whole ones
         blocks = queries.num_blocks // 2
-        tiles = blocks * (2 * blocks + 1) + (branch.ring_size - 1) * 2 * blocks**2
+        tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
         return tiles * rows * keys.block_rows
     extremes = min(offsets), max(offsets)
-    return max(_tile_pairs_of(branch, shard, extremes) for shard in _looked_at(queries)) * rows
+    return max(_tile_pairs_of(schedule, shard, extremes) for shard in _looked_at(queries)) * rows
 
 
 def _looked_at(side: Side) -> Iterable[int]:
@@ -63,17 +63,17 @@ def _looked_at(side: Side) -> Iterable[int]:
     return range(last + 1) if last < _MOST_SHARDS else {0, side.num_shards // 2, last - 1, last}
 
 
-def _tile_pairs_of(branch: BranchSchedule, shard: int, offsets: tuple[int, int]) -> int:
+def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: tuple[int, int]) -> int:
     """The keys that the blocks of a chunk of queries meet, in whole blocks; of very many blocks a sample is counted."""
-    sampled = np.arange(0, branch.queries.num_blocks, 1 + branch.queries.num_blocks // _MOST_BLOCKS)
-    first, last = _ends(branch.queries, np.array([shard]), sampled, offsets)
-    seen, up_to = branch.branch.seen(first, branch.is_causal)[0], branch.branch.seen(last, branch.is_causal)[1]
+    sampled = np.arange(0, schedule.queries.num_blocks, 1 + schedule.queries.num_blocks // _MOST_BLOCKS)
+    first, last = _ends(schedule.queries, np.array([shard]), sampled, offsets)
+    seen, up_to = schedule.branch.seen(first, schedule.is_causal)[0], schedule.branch.seen(last, schedule.is_causal)[1]
     total = 0
-    for side, shards in _keys_met(branch, shard):
+    for side, shards in _keys_met(schedule, shard):
         key_first, key_last = _ends(side, shards, np.arange(side.num_blocks), offsets)
         met = np.searchsorted(key_first, up_to, "right") - np.searchsorted(key_last, seen)
         total += int(met.clip(0).sum()) * side.block_rows
-    return total * branch.queries.num_blocks // max(1, sampled.size)
+    return total * schedule.queries.num_blocks // max(1, sampled.size)
 
 
 def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: tuple[int, int]) -> tuple[Any, Any]:
@@ -86,16 +86,16 @@ def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: tuple[int
     return first[has_rows], np.minimum(last, side.stop - 1)[has_rows]
 
 
-def _keys_met(branch: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.ndarray]]:
+def _keys_met(schedule: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.ndarray]]:
     """Yields the keys that meet a shard's queries, with the shards that they are of."""
-    if branch.is_gathered:
-        size = branch.gather_size
-        yield branch.keys, shard // size * size + np.arange(size)
+    if schedule.is_gathered:
+        size = schedule.gather_size
+        yield schedule.keys, shard // size * size + np.arange(size)
         return
-    yield branch.keys, np.array([shard])
-    for leg in branch.key_legs:
+    yield schedule.keys, np.array([shard])
+    for leg in schedule.key_legs:
         hops = np.arange(1, leg.rotations + 1)
-        hops = hops[np.broadcast_to(branch.is_new(shard, hops, leg.direction), hops.shape)]
-        yield branch.keys, branch.source(shard, hops, leg.direction)
-        if leg.halo and branch.is_new(shard, leg.rotations + 1, leg.direction):
-            yield leg.of_halo(branch.keys), np.array([branch.source(shard, leg.rotations + 1, leg.direction)])
+        hops = hops[np.broadcast_to(schedule.is_new(shard, hops, leg.direction), hops.shape)]
+        yield schedule.keys, schedule.source(shard, hops, leg.direction)
+        if leg.halo and schedule.is_new(shard, leg.rotations + 1, leg.direction):
+            yield leg.of_halo(schedule.keys), np.array([schedule.source(shard, leg.rotations + 1, leg.direction)])

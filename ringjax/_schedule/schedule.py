@@ -233,12 +233,12 @@ class BranchSchedule:
         return tuple((shard, self.partner(shard)) for shard in range(self.num_shards))
 
 
-def exchanged_together(branches: Iterable[BranchSchedule]) -> list[tuple[BranchSchedule, ...]]:
+def exchanged_together(schedules: Iterable[BranchSchedule]) -> list[tuple[BranchSchedule, ...]]:
     """Returns the branches in groups, each of those for which the same tokens are exchanged."""
     groups: dict[tuple[int, int | None], list[BranchSchedule]] = {}
-    for branch in branches:
-        rows_of = branch.number if branch.exchanges_rows else None
-        groups.setdefault((branch.exchange_size, rows_of), []).append(branch)
+    for schedule in schedules:
+        rows_of = schedule.number if schedule.exchanges_rows else None
+        groups.setdefault((schedule.exchange_size, rows_of), []).append(schedule)
     return [tuple(group) for group in groups.values()]
 
 

@@ -63,23 +63,25 @@ def schedules_with(make: Callable[[int], Schedules], strategy: str, sizes: tuple
 
     That number is the smallest of `sizes` after which nothing else travels, or else the largest.
     """
-    branches = make(1)
+    schedules = make(1)
     if strategy == "all_gather":  # open branches keep their hops, which bring less
-        gather = lambda branch: dataclasses.replace(branch, strategy="all_gather") if branch.is_closed else branch
-        return tuple(map(gather, branches))
-    travelling = [number for number, branch in enumerate(branches) if not branch.is_local]
+        gather = lambda schedule: (
+            dataclasses.replace(schedule, strategy="all_gather") if schedule.is_closed else schedule
+        )
+        return tuple(map(gather, schedules))
+    travelling = [number for number, schedule in enumerate(schedules) if not schedule.is_local]
     if strategy == "ring" or not travelling or max(sizes) == 1:
-        return branches
+        return schedules
     size_of = lambda numbers: next((size for size in sizes if _are_local(make(size), numbers)), sizes[-1])
     # Either all tokens are exchanged, and serve all branches, or of each that is not local its rows alone.
     of_rows = {number: make(size_of([number]))[number] for number in travelling}
-    sides = [branch.of_devices().queries for branch in of_rows.values()]
+    sides = [schedule.of_devices().queries for schedule in of_rows.values()]
     has_few = sum(side.num_rows for side in sides) < sides[0].shard_length
-    if heads == "all" and has_few and all(branch.can_exchange_rows for branch in of_rows.values()):
-        of_rows = {number: dataclasses.replace(branch, exchanges_rows=True) for number, branch in of_rows.items()}
-        return tuple(of_rows.get(number, branch) for number, branch in enumerate(branches))
+    if heads == "all" and has_few and all(schedule.can_exchange_rows for schedule in of_rows.values()):
+        of_rows = {number: dataclasses.replace(schedule, exchanges_rows=True) for number, schedule in of_rows.items()}
+        return tuple(of_rows.get(number, schedule) for number, schedule in enumerate(schedules))
     return make(size_of(travelling))
 
 
-def _are_local(branches: Schedules, numbers: Iterable[int]) -> bool:
-    return all(branches[number].is_local for number in numbers)
+def _are_local(schedules: Schedules, numbers: Iterable[int]) -> bool:
+    return all(schedules[number].is_local for number in numbers)
