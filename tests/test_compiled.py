@@ -21,7 +21,7 @@ from ringjax._planner.hlo import permutes
 from ringjax._ring import rule
 from ringjax._ring.device import device_forward
 from ringjax._ring.plan import Plan
-from ringjax._schedule.cost import RowBytes, Work, messages, queries_travel
+from ringjax._schedule.cost import RowBytes, Work, messages, send_lighter_side
 from ringjax._schedule.make import make_schedule
 
 HEADS, WIDTH = 2, 6
@@ -89,14 +89,15 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
     hops = max(map(len, parts)) - 1
     assert hops > 0
-    assert queries_travel(schedule, row) == (heads[0] == heads[1])
+    work = Work(DilatedPattern([schedule.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
+    (schedule,) = send_lighter_side(work, (schedule,))
+    assert schedule.queries_travel == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
     # Where causal shards swap halves to have the same work, these go there and the results back.
     swapped = slots // 2 if is_causal and fills_shards else 0
     expected = hops * slots * row.keys + swapped * (query + row.keys + results)
-    work = Work(DilatedPattern([schedule.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
     stated = lambda direction, has_gradient: sum_sent(messages(work, (schedule,), has_gradient), direction)
     assert sent(forward) == expected == stated("forward", False)
     backward = compile_backward(mesh, length, heads, **arguments)

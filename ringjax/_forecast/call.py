@@ -6,9 +6,9 @@ import functools
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._meeting.protocol import Request
-from ringjax._schedule.cost import Work
+from ringjax._schedule.cost import Work, send_lighter_side
 from ringjax._schedule.make import MAX_BLOCK_ROWS, make_schedule
-from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.schedule import BranchSchedule, Schedules
 from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
 
 SHARED_BLOCK_ROWS = 128
@@ -86,11 +86,11 @@ class Call:
         share_cache = self.request.platform == "cpu" and self.num_devices > 1
         return choose_block_size(self.batch * self.num_heads, self.request.query.dtype.itemsize, share_cache)
 
-    def schedules(self, strategy: str, only: int | None = None) -> tuple[BranchSchedule, ...]:
+    def schedules(self, strategy: str, only: int | None = None) -> Schedules:
         """Returns the schedule of each branch with this strategy, or of one alone, before implementations take it."""
         sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
 
-        def make(exchange_size: int) -> tuple[BranchSchedule, ...]:
+        def make(exchange_size: int) -> Schedules:
             schedules = make_schedule(
                 self.pattern,
                 self.num_queries,
@@ -104,27 +104,26 @@ class Call:
             )
             return schedules if only is None else (schedules[only],)
 
-        return schedules_with(make, strategy, sizes, self.pattern.heads)
+        return send_lighter_side(self.work, schedules_with(make, strategy, sizes, self.pattern.heads))
 
-    def implement(
-        self, schedules: tuple[BranchSchedule, ...], with_warning: bool = False
-    ) -> tuple[BranchSchedule, ...]:
+    def implement(self, schedules: Schedules, with_warning: bool = False) -> Schedules:
         """Returns the schedules in the tiles of what computes them.
 
         Raises:
           ValueError: if the named implementation cannot serve all branches.
         """
-        return implement(schedules, self.implementation, self._request_for(schedules), with_warning)
+        implemented = implement(schedules, self.implementation, self._request_for(schedules), with_warning)
+        return send_lighter_side(self.work, implemented)
 
-    def obstacle(self, schedules: tuple[BranchSchedule, ...]) -> str | None:
+    def obstacle(self, schedules: Schedules) -> str | None:
         """Returns why what computes cannot serve such schedules, None where it can."""
         return obstacle(schedules, self.implementation, self._request_for(schedules))
 
-    def obstacles(self, schedules: tuple[BranchSchedule, ...], schedule: BranchSchedule) -> list[tuple[str, str]]:
+    def obstacles(self, schedules: Schedules, schedule: BranchSchedule) -> list[tuple[str, str]]:
         """Returns, where callers name none, the implementations preferred to what serves one of them, and why not."""
         return [] if self.implementation is not None else obstacles(schedule, self._request_for(schedules))
 
-    def _request_for(self, schedules: tuple[BranchSchedule, ...]) -> Request:
+    def _request_for(self, schedules: Schedules) -> Request:
         are_heads_cut = self.work.head_parts > 1 or any(schedule.exchange_size > 1 for schedule in schedules)
         if self.pattern.heads != "grouped" or not are_heads_cut:
             return self.request

@@ -21,8 +21,8 @@ from ringjax._schedule.cost import (
     exchange_messages,
 )
 from ringjax._schedule.pairs import num_kept_pairs, num_tile_pairs
-from ringjax._schedule.schedule import BranchSchedule
-from ringjax._schedule.strategy import STRATEGIES, Schedules
+from ringjax._schedule.schedule import BranchSchedule, Schedules
+from ringjax._schedule.strategy import STRATEGIES
 
 
 class Seconds(NamedTuple):

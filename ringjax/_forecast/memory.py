@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from ringjax._schedule.cost import RowBytes, Work, queries_travel
-from ringjax._schedule.schedule import BranchSchedule
-from ringjax._schedule.strategy import Schedules
+from ringjax._schedule.cost import RowBytes, Work
+from ringjax._schedule.schedule import BranchSchedule, Schedules
 
 # Of what a branch keeps, the share that is there as well when the one that keeps most is computed.
 _SHARE, _SHARE_GATHERED = 0.75, 0.5
@@ -150,7 +149,7 @@ class _Kept(NamedTuple):
             (schedule.queries, schedule.query_legs, row.queries, row.query_grad),
             (schedule.keys, schedule.key_legs, row.keys, row.keys_grad),
         )
-        do_queries = self.has_gradient and queries_travel(schedule, row)
+        do_queries = self.has_gradient and schedule.queries_travel
         (stays, _, *of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
         kept, come_by, rotations = stays.num_slots * sum(of_stays), own + sums, max(leg.rotations for leg in legs)
         if not schedule.is_closed:

@@ -9,7 +9,7 @@ from ringjax._kernels.fused import Fused
 from ringjax._kernels.mosaic import MosaicGpu, MosaicTpu
 from ringjax._kernels.xla import Xla
 from ringjax._meeting.protocol import Implementation, Request
-from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.schedule import BranchSchedule, Schedules
 
 ImplementationName = Literal["xla", "cudnn", "mosaic"]
 
@@ -27,9 +27,7 @@ NAME_OF = {own: name for name, several in NAMES.items() for own in several}
 PREFERENCE = "cudnn", "mosaic_tpu", "xla"
 
 
-def implement(
-    schedules: tuple[BranchSchedule, ...], name: str | None, request: Request, with_warning: bool = False
-) -> tuple[BranchSchedule, ...]:
+def implement(schedules: Schedules, name: str | None, request: Request, with_warning: bool = False) -> Schedules:
     """Returns the branches with their implementations; warns, if asked to, of what hinders faster ones.
 
     Raises:
@@ -44,7 +42,7 @@ def implement(
     return tuple(prepared for prepared, _ in chosen)
 
 
-def obstacle(schedules: tuple[BranchSchedule, ...], name: str | None, request: Request) -> str | None:
+def obstacle(schedules: Schedules, name: str | None, request: Request) -> str | None:
     """Returns why the named implementation cannot serve one of the branches, None where it can serve all."""
     reasons = (_choose(schedule, name, request)[1] for schedule in schedules)
     return next((reason for reason in reasons if reason is not None), None)
@@ -82,7 +80,7 @@ def _prepare(request: Request, schedule: BranchSchedule, name: str) -> BranchSch
     return dataclasses.replace(own.prepare(request, schedule), implementation=name, traits=own.traits)
 
 
-def _warn_of_axes(schedules: tuple[BranchSchedule, ...], request: Request) -> None:
+def _warn_of_axes(schedules: Schedules, request: Request) -> None:
     """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
     for name in PREFERENCE:
         implementation = IMPLEMENTATIONS[name]

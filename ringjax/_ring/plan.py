@@ -18,7 +18,7 @@ from ringjax._mesh.placement import Placement
 from ringjax._ring.exchange import Exchange
 from ringjax._ring.ways import Ways
 from ringjax._schedule.heads import HeadParts
-from ringjax._schedule.schedule import BranchSchedule, exchanged_together
+from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Plan:
     """
 
     pattern: DilatedPattern
-    schedules: tuple[BranchSchedule, ...]
+    schedules: Schedules
     num_kv_heads: int
     weighting: Weighting
     placement: Placement
     broadcast_dropout: bool = False
-    elsewhere: tuple[BranchSchedule, ...] | None = None
+    elsewhere: Schedules | None = None
     exchange_size: int = 1
 
     def with_batch(self) -> "Plan":

@@ -11,8 +11,7 @@ from jaxtyping import Array
 from ringjax._meeting.meeting import Meeting, Tiles
 from ringjax._mesh.order import after
 from ringjax._ring.layout import Layout, Operand, Task
-from ringjax._schedule.cost import RowBytes, queries_travel
-from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.schedule import Leg
 
 
 class Addends(NamedTuple):
@@ -77,8 +76,7 @@ def backward(task: Task) -> Addends:
     see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
     see_keys = lambda *where: implementation.see_keys(task.slots(*where))
     grads = implementation.start_gradients(queries.arrays, keys.arrays)
-    do_queries_travel = queries_travel(schedule, _row_bytes(queries, keys, grads, schedule))
-    own = see_keys(task.keys, keys) if do_queries_travel else see_queries(task.queries, queries)
+    own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
 
     def visit_keys(keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
         grads = implementation.start_gradients(queries.arrays, keys.arrays, hops, key=keys_grad[0], value=keys_grad[1])
@@ -92,7 +90,7 @@ def backward(task: Task) -> Addends:
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
-    if do_queries_travel:
+    if schedule.queries_travel:
         sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, tuple(grads[1:]))
         with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])
         numbers = (0,)
@@ -117,16 +115,6 @@ def backward(task: Task) -> Addends:
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
     return Meeting(task.schedule, queries, keys, task.schedule.is_new(shard, hops, direction), hops, task.is_alone)
-
-
-def _row_bytes(queries: Tiles, keys: Tiles, grads: Any, schedule: BranchSchedule) -> RowBytes:
-    count = lambda tree: sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
-    return RowBytes(
-        queries=count(queries) // schedule.queries.num_slots,
-        keys=count(keys) // schedule.keys.num_slots,
-        query_grad=count(grads.query) // schedule.queries.num_slots,
-        keys_grad=count(tuple(grads[1:])) // schedule.keys.num_slots,
-    )
 
 
 class _Part(NamedTuple):

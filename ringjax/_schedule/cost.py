@@ -13,7 +13,7 @@ import numpy as np
 from ringjax._definition.branch import Branch
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._schedule.heads import HeadParts
-from ringjax._schedule.schedule import BranchSchedule, Leg, exchanged_together
+from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules, exchanged_together
 from ringjax._schedule.side import Side
 
 Direction = Literal["forward", "backward"]
@@ -26,16 +26,6 @@ class RowBytes(NamedTuple):
     keys: int  # and values
     query_grad: int
     keys_grad: int
-
-
-def queries_travel(schedule: BranchSchedule, row: RowBytes) -> bool:
-    """Returns whether the backward sends queries on their ways, being lighter than keys and values with gradients."""
-    queries = _num_rows(schedule.query_legs, schedule.queries) * (row.queries + row.query_grad)
-    return queries < _num_rows(schedule.key_legs, schedule.keys) * (row.keys + row.keys_grad)
-
-
-def _num_rows(legs: Iterable[Leg], side: Side) -> int:
-    return sum(leg.num_rows(side) for leg in legs)
 
 
 class Message(NamedTuple):
@@ -151,7 +141,23 @@ class Work:
         return sum({schedule.implementation: self._residual_bytes(schedule) for schedule in schedules}.values())
 
 
-def messages(work: Work, schedules: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+def send_lighter_side(work: Work, schedules: Schedules) -> Schedules:
+    """Returns the schedules in which the backward sends queries where they are lighter than keys, with gradients."""
+    are_lighter = [_are_queries_lighter(schedule, work.row_bytes(schedule)) for schedule in schedules]
+    of_all = zip(schedules, are_lighter, strict=True)
+    return tuple(dataclasses.replace(schedule, queries_travel=is_lighter) for schedule, is_lighter in of_all)
+
+
+def _are_queries_lighter(schedule: BranchSchedule, row: RowBytes) -> bool:
+    queries = _num_rows(schedule.query_legs, schedule.queries) * (row.queries + row.query_grad)
+    return queries < _num_rows(schedule.key_legs, schedule.keys) * (row.keys + row.keys_grad)
+
+
+def _num_rows(legs: Iterable[Leg], side: Side) -> int:
+    return sum(leg.num_rows(side) for leg in legs)
+
+
+def messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
     """Returns what each device sends in all branches."""
     of_branches = [branch_messages(work, schedule, has_gradient) for schedule in schedules]
     return sum(of_branches, exchange_messages(work, schedules, has_gradient))
@@ -169,7 +175,7 @@ def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterat
     yield from _ways("forward", schedule, schedule.key_legs, schedule.keys, work.keys_row(schedule))
     if has_gradient:
         row = work.row_bytes(schedule)
-        do_queries = queries_travel(schedule, row)
+        do_queries = schedule.queries_travel
         legs, side = (schedule.query_legs, schedule.queries) if do_queries else (schedule.key_legs, schedule.keys)
         arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
         yield from _ways("backward", schedule, legs, side, arrays)
@@ -228,7 +234,7 @@ def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
     return Message(direction, "permute", row * (schedule.queries.num_slots // 2), distance)
 
 
-def exchange_messages(work: Work, schedules: tuple[BranchSchedule, ...], has_gradient: bool) -> list[Message]:
+def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
     """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
     found: list[Message] = []
     for group in exchanged_together(schedule for schedule in schedules if schedule.exchange_size > 1):
@@ -236,9 +242,7 @@ def exchange_messages(work: Work, schedules: tuple[BranchSchedule, ...], has_gra
     return [message for message in found if message.num_bytes]
 
 
-def _of_exchange(
-    work: Work, schedules: tuple[BranchSchedule, ...], has_gradient: bool, is_alone: bool
-) -> Iterator[Message]:
+def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_alone: bool) -> Iterator[Message]:
     size, one = schedules[0].exchange_size, schedules[0].of_devices()
     tokens = one.queries.shard_length, one.keys.shard_length
     queries, keys = (one.queries.num_rows, one.keys.num_rows) if schedules[0].exchanges_rows else tokens

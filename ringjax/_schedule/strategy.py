@@ -5,12 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 from ringjax._definition.counts import is_integer
-from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.schedule import Schedules
 
 Strategy = Literal["ring", "all_gather", "all_to_all", "auto"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-
-Schedules = tuple[BranchSchedule, ...]
 
 
 def exchange_sizes(num_devices: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
