@@ -121,7 +121,7 @@ class Mosaic(KernelImplementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (_pad(array, of_keys) for array in keys)
         before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
-        dtype = query.dtype if meeting.is_all else jnp.float32
+        dtype = query.dtype if meeting.is_final else jnp.float32
         given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret, dtype)
         out, lse = self.kernels.forward(given, before)
         return KernelPartial(out[:, :, :length], lse[:, :, :length])
@@ -140,7 +140,7 @@ class Mosaic(KernelImplementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = Queries(*(_pad(array, of_queries) for array in queries))
         key, value = (_pad(array, of_keys) for array in keys)
-        dtype = padded.query.dtype if meeting.is_all else jnp.float32
+        dtype = padded.query.dtype if meeting.is_final else jnp.float32
         given = Given(padded.query, key, value, mask, weighting, self.interpret, dtype)
         # Products are of arrays of one dtype.
         out_grad, stats = padded.out_grad.astype(padded.query.dtype), Stats(padded.lse, padded.delta)

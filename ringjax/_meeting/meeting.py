@@ -167,7 +167,7 @@ class Meeting(NamedTuple):
 
     `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
     `hops` is how far those that travelled did: zero where both sides are of one shard, an array where that is data.
-    Where the branch `is_alone`, nothing is added to its results.
+    Where `is_branch_final`, nothing is added to the results of the branch.
     """
 
     schedule: BranchSchedule
@@ -175,7 +175,7 @@ class Meeting(NamedTuple):
     keys: Any
     is_new: Any = True
     hops: Any = 0
-    is_alone: bool = False
+    is_branch_final: bool = False
 
     @property
     def is_only(self) -> bool:
@@ -183,9 +183,9 @@ class Meeting(NamedTuple):
         return self.schedule.is_local or self.schedule.is_gathered
 
     @property
-    def is_all(self) -> bool:
+    def is_final(self) -> bool:
         """Whether its results are those of the call: nothing is added to them."""
-        return self.is_alone and self.schedule.is_local
+        return self.is_branch_final and self.schedule.is_local
 
 
 def see_queries(slots: Slots, noise: Noise | None = None) -> View:

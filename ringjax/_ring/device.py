@@ -63,9 +63,9 @@ def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: 
     for part in plan.parts:
         earlier = results[-1] if results else None
         shard = _enter(part, arrays[:1], arrays[1:], context, batch_shape, heads, earlier)
-        is_alone = len(plan.parts) == 1
-        out, lse = add_results(part, shard, dtype, earlier, is_alone)
-        if is_alone:  # then nothing is added to it: it travels, and is returned, as the caller has it
+        is_final = len(plan.parts) == 1
+        out, lse = add_results(part, shard, dtype, earlier, is_final)
+        if is_final:  # then nothing is added to it: it travels, and is returned, as the caller has it
             out = out.astype(query.dtype)
         results.append(_leave(part, (out, lse), (), arrays, (0.0, -jnp.inf)))
     out_shape = (*query.shape[:-1], value.shape[-1])
@@ -107,11 +107,11 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
         )
         shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
         # A gradient that nothing is added to travels in the dtype of the caller's array.
-        is_alone, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
-        is_final = is_alone, *2 * [is_alone and num_copies == 1]
-        of_part = add_gradients(part, shard, zero, earlier, is_final)
+        is_final, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
+        are_final = is_final, *2 * [is_final and num_copies == 1]
+        of_part = add_gradients(part, shard, zero, earlier, are_final)
         narrow = lambda grad, array, is_final: grad.astype(array.dtype) if is_final else grad
-        of_query, *of_keys = map(narrow, of_part, arrays, is_final)
+        of_query, *of_keys = map(narrow, of_part, arrays, are_final)
         earlier = _leave(part, (of_query,), tuple(of_keys), arrays, (0.0, 0.0, 0.0))
         grads.append(earlier)
     grads = functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), grads)

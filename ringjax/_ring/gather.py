@@ -34,4 +34,4 @@ def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
     others = implementation.see_keys(Slots(rows, gathered, False, keys.documents))
-    return queries, keys, Meeting(schedule, own, others, is_alone=task.is_alone)
+    return queries, keys, Meeting(schedule, own, others, is_branch_final=task.is_branch_final)

@@ -119,7 +119,8 @@ class Operand(NamedTuple):
 class Task(NamedTuple):
     """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
 
-    Where it `is_alone`, nothing is added to its results: those that travel have the dtypes of the caller's arrays.
+    Where `is_branch_final`, nothing is added to the results of the branch: those that travel have the dtypes of the
+    caller's arrays.
     """
 
     queries: Operand
@@ -127,7 +128,7 @@ class Task(NamedTuple):
     noise: Noise | None
     plan: Plan
     earlier: Any = None
-    is_alone: bool = False
+    is_branch_final: bool = False
 
     @property
     def schedule(self) -> BranchSchedule:
@@ -146,7 +147,7 @@ class Task(NamedTuple):
 
     def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
         """Returns results in the dtypes in which they travel."""
-        if not self.is_alone:
+        if not self.is_branch_final:
             return tuple(results)
         return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
 

@@ -114,7 +114,9 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
-    return Meeting(task.schedule, queries, keys, task.schedule.is_new(shard, hops, direction), hops, task.is_alone)
+    return Meeting(
+        task.schedule, queries, keys, task.schedule.is_new(shard, hops, direction), hops, task.is_branch_final
+    )
 
 
 class _Part(NamedTuple):

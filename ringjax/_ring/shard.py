@@ -43,19 +43,19 @@ class Shard(NamedTuple):
         return self.queries, self.keys, self.documents
 
 
-def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bool) -> Total:
+def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_final: bool) -> Total:
     """Returns the output and the lse of all branches in a part, by heads side by side.
 
-    Sums are of this dtype; where the part `is_alone`, nothing is added to them.
+    Sums are of this dtype; where those of the part are final, `is_final`, nothing is added to them.
     """
     (query,), (_, value), groups = shard.queries, shard.keys, shard.groups
-    is_last = is_alone and len(part.schedules) == 1
+    is_branch_final = is_final and len(part.schedules) == 1
 
     def attend(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query,), (key, value), documents = arrays
         queries = Operand(layout, (query,), documents[0], lambda query: query, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
-        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last)
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_branch_final)
         out, lse = layout.implementation.finish(BY_STRATEGY[task.schedule.strategy].forward(task))
         out, lse = task.ways.swap_back((*task.narrow([out], [query]), lse))
         return out, lse[..., None]
@@ -73,29 +73,29 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_alone: bo
 
     zeros = lambda width: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], groups * width))
     total = zeros(value.shape[-1]), zeros(1) - jnp.inf
-    dtypes = query.dtype if is_last else dtype, total[1].dtype
+    dtypes = query.dtype if is_branch_final else dtype, total[1].dtype
     addition = Addition((0.0, -jnp.inf), (groups, groups), dtypes, merge_one, put_first, merge_many)
     return add_branches(attend, addition, shard.arrays, total, part, earlier)
 
 
-def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, is_final: Sequence[bool]) -> Any:
+def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final: Sequence[bool]) -> Any:
     """Returns the gradients of all branches in a part, by heads side by side.
 
-    They are of the dtype of `zero`. To those of queries, keys and values that are `is_final`, nothing is added.
+    They are of the dtype of `zero`. Nothing is added to those of queries, keys and values that `are_final`.
     """
     groups, arrays = shard.groups, (shard.queries[0], *shard.keys)
-    is_last = [len(part.schedules) == 1 and is_one for is_one in is_final]
+    are_branch_final = [len(part.schedules) == 1 and is_one for is_one in are_final]
 
     def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query, residuals), (key, value), documents = arrays
         tokens = query, *residuals[layout.rows.schedule.implementation]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
         keys = operand_of_keys(layout, key, value, documents[1])
-        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_last[1])
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, are_branch_final[1])
         addends = BY_STRATEGY[task.schedule.strategy].backward(task)
         if addends.query is None:
             return addends
-        query_grad = addends.query.astype(query.dtype) if is_last[0] else addends.query
+        query_grad = addends.query.astype(query.dtype) if are_branch_final[0] else addends.query
         return addends._replace(query=task.ways.swap_back(query_grad))
 
     def add_one(layout: Layout, total: Any, addends: Any, combine: Combine = put) -> Any:
@@ -112,7 +112,9 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, is_final:
         return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), parts)
 
     total = tuple(jnp.zeros_like(array, zero.dtype) + zero for array in arrays)
-    dtypes = tuple(array.dtype if is_one else zero.dtype for array, is_one in zip(arrays, is_last, strict=True))
+    dtypes = tuple(
+        array.dtype if is_one else zero.dtype for array, is_one in zip(arrays, are_branch_final, strict=True)
+    )
     add_to = functools.partial(add_one, combine=jnp.add)
     addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), dtypes, add_to, add_one, add_many)
     return add_branches(differentiate, addition, shard.arrays, total, part, earlier)

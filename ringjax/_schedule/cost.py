@@ -238,19 +238,19 @@ def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> l
     """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
     found: list[Message] = []
     for group in exchanged_together(schedule for schedule in schedules if schedule.exchange_size > 1):
-        found += _of_exchange(work, group, has_gradient, is_alone=len(group) == len(work.pattern.branches))
+        found += _of_exchange(work, group, has_gradient, is_final=len(group) == len(work.pattern.branches))
     return [message for message in found if message.num_bytes]
 
 
-def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_alone: bool) -> Iterator[Message]:
+def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final: bool) -> Iterator[Message]:
     size, one = schedules[0].exchange_size, schedules[0].of_devices()
     tokens = one.queries.shard_length, one.keys.shard_length
     queries, keys = (one.queries.num_rows, one.keys.num_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
-    result, grad = (item if is_alone and is_last else sums for is_last in (True, not work.repeats_heads(size)))
+    result, grad = (item if is_final and is_last else sums for is_last in (True, not work.repeats_heads(size)))
     # The output and the lse go in one message where they are of one dtype.
-    has_lse = has_gradient or work.needs_lse or not is_alone or result == sums
+    has_lse = has_gradient or work.needs_lse or not is_final or result == sums
 
     def exchange(direction: Direction, of_query: int, of_key: int = 0) -> Message:
         num_bytes = work.batch * (queries * heads * of_query + keys * kv_heads * of_key)
