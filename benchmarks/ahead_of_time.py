@@ -26,7 +26,7 @@ from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_at
 from ringjax._definition.branch import Branch
 from ringjax._forecast.call import choose_block_size
 from ringjax._planner.hlo import permutes
-from ringjax._schedule.cost import Work, messages, send_lighter_side
+from ringjax._schedule.cost import Work, choose_travelling_side, messages
 from ringjax._schedule.make import make_schedule
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
@@ -142,7 +142,8 @@ def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
     branches = make_schedule(pattern, LENGTH, 8, HEADS, is_causal, block_size)
     work = Work(pattern, HEADS, 1, HEADS, WIDTH, WIDTH, itemsize=2)
     stated = sum(
-        message.times * message.num_bytes for message in messages(work, send_lighter_side(work, branches), gradient)
+        message.times * message.num_bytes
+        for message in messages(work, choose_travelling_side(work, branches), gradient)
     )
     text = compile_for("8 H100s", gradient, is_causal=is_causal).as_text()
     return sum(permute.trips * permute.bytes for permute in permutes(text)), stated

@@ -184,16 +184,16 @@ def rows_of(chip: str, program: str, found: dict[str, Any]) -> list[dict[str, An
     return rows
 
 
-def steps_of(branch: Any, pattern: DilatedPattern, stays: int) -> int:
-    """Returns how many steps a kernel takes in a branch, for one head; no mask cuts a tile in them."""
-    shape, mosaic = jax.ShapeDtypeStruct((1, branch.queries.length, 1, WIDTH), jnp.bfloat16), MosaicTpu()
-    branch = mosaic.prepare(Request(shape, shape, shape, "tpu"), branch)
-    rows = Plan(pattern, (branch,), 1, Weighting(1.0), Placement()).rows(branch)._replace(is_whole=True)
+def steps_of(schedule: Any, pattern: DilatedPattern, stays: int) -> int:
+    """Returns how many steps a kernel takes in a schedule, for one head; no mask cuts a tile in them."""
+    shape, mosaic = jax.ShapeDtypeStruct((1, schedule.queries.length, 1, WIDTH), jnp.bfloat16), MosaicTpu()
+    schedule = mosaic.prepare(Request(shape, shape, shape, "tpu"), schedule)
+    rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
     slots = Slots(rows, rows.shard[None], False)
 
     @jax.jit
     def list_steps() -> TileList:
-        visits = make_mask(Meeting(branch, mosaic.see_queries(slots), mosaic.see_keys(slots))).visits
+        visits = make_mask(Meeting(schedule, mosaic.see_queries(slots), mosaic.see_keys(slots))).visits
         return list_tiles(visits if stays == 0 else visits.transposed(), STEP_ROWS // 512)
 
     steps = list_steps()
@@ -204,9 +204,9 @@ def steps_of(branch: Any, pattern: DilatedPattern, stays: int) -> int:
 def bundles_of_pairs(found: dict[str, Any], pattern: Any, length: int) -> dict[str, float]:
     """Returns the bundles that all kernels take for each pair that attends, forward and with the gradient."""
     read = DilatedPattern.of_lengths(*pattern)
-    branches = make_schedule(read, length, 1, 1, False)
+    schedules = make_schedule(read, length, 1, 1, False)
     num_pairs = sum(length * (segment // rate) // rate for segment, rate in zip(*pattern, strict=True))
-    steps = [sum(steps_of(branch, read, stays) for branch in branches) for stays in (0, 1)]
+    steps = [sum(steps_of(schedule, read, stays) for schedule in schedules) for stays in (0, 1)]
     taken = {}
     for kernel, stays in (("forward", 0), ("query_gradient", 0), ("key_gradient", 1)):
         # What is outside of the regions that multiply is taken in every step, at most.

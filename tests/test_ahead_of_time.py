@@ -38,7 +38,7 @@ from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
 from ringjax._planner.compiled import compile_forecast, find_devices
 from ringjax._planner.hlo import bytes_sent
-from ringjax._schedule.cost import Work, messages, send_lighter_side
+from ringjax._schedule.cost import Work, choose_travelling_side, messages
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.strategy import schedules_with
 
@@ -160,7 +160,8 @@ def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gr
     branches = tuple(dataclasses.replace(one, implementation=implementation, traits=traits) for one in branches)
     work = Work(pattern, kv_heads, 1, heads, WIDTH, WIDTH, itemsize=2)
     stated = sum(
-        message.num_bytes * message.times for message in messages(work, send_lighter_side(work, branches), gradient)
+        message.num_bytes * message.times
+        for message in messages(work, choose_travelling_side(work, branches), gradient)
     )
     sent = sum(bytes_sent(text).values())
     # The first hop of a gradient that a kernel returns in bfloat16 is made one of bfloat16, where no loop is around it.

@@ -21,7 +21,7 @@ from ringjax._planner.hlo import permutes
 from ringjax._ring import rule
 from ringjax._ring.device import device_forward
 from ringjax._ring.plan import Plan
-from ringjax._schedule.cost import RowBytes, Work, messages, send_lighter_side
+from ringjax._schedule.cost import RowBytes, Work, choose_travelling_side, messages
 from ringjax._schedule.make import make_schedule
 
 HEADS, WIDTH = 2, 6
@@ -90,7 +90,7 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     hops = max(map(len, parts)) - 1
     assert hops > 0
     work = Work(DilatedPattern([schedule.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
-    (schedule,) = send_lighter_side(work, (schedule,))
+    (schedule,) = choose_travelling_side(work, (schedule,))
     assert schedule.queries_travel == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)

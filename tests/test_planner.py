@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -23,6 +24,7 @@ from ringjax._forecast.machine import MACHINES, machine_of
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
 from ringjax._planner.comparison import compare, mebibytes
+from ringjax._recording import recording
 from ringjax._schedule.cost import messages
 
 SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
@@ -321,6 +323,17 @@ def test_what_pairs_take_beside_products():
     taken = forecast(comparison.call, "ring", ring.schedules, costly)
     assert taken.forward.products == pytest.approx(ring.forward.products + ring.computed)
     assert taken.backward.products == pytest.approx(ring.backward.products + 2 * ring.computed)
+
+
+@pytest.mark.parametrize(("of_query", "of_keys", "queries_travel"), [(4, 4, True), (4, 2, False), (2, 4, True)])
+def test_the_lighter_side_travels_also_where_dtypes_differ(of_query, of_keys, queries_travel):
+    mesh, dtypes = make_mesh(seq=8), {2: jnp.bfloat16, 4: jnp.float32}
+    shape = lambda size: jax.ShapeDtypeStruct((1, 1024, 8, 16), dtypes[size])
+    attend = functools.partial(ringjax.ring_dilated_attention, pattern=[Segments(1024)], mesh=mesh)
+    with recording() as records:
+        jax.eval_shape(attend, *map(shape, (of_query, of_keys, of_keys)))
+    (schedule,) = records[0].call.implement(records[0].call.schedules("ring"))
+    assert schedule.queries_travel == queries_travel
 
 
 def test_messages_that_devices_copy_themselves_are_not_hidden():

@@ -6,7 +6,7 @@ import functools
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._meeting.protocol import Request
-from ringjax._schedule.cost import Work, send_lighter_side
+from ringjax._schedule.cost import Work, choose_travelling_side
 from ringjax._schedule.make import MAX_BLOCK_ROWS, make_schedule
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
@@ -76,6 +76,7 @@ class Call:
             head_parts=query.shape[-2] // self.num_heads,
             document_itemsize=self.document_itemsize,
             needs_lse=self.request.needs_lse,
+            kv_itemsizes=(key.dtype.itemsize, value.dtype.itemsize),
         )
 
     @functools.cached_property
@@ -104,7 +105,7 @@ class Call:
             )
             return schedules if only is None else (schedules[only],)
 
-        return send_lighter_side(self.work, schedules_with(make, strategy, sizes, self.pattern.heads))
+        return choose_travelling_side(self.work, schedules_with(make, strategy, sizes, self.pattern.heads))
 
     def implement(self, schedules: Schedules, with_warning: bool = False) -> Schedules:
         """Returns the schedules in the tiles of what computes them.
@@ -113,7 +114,7 @@ class Call:
           ValueError: if the named implementation cannot serve all branches.
         """
         implemented = implement(schedules, self.implementation, self._request_for(schedules), with_warning)
-        return send_lighter_side(self.work, implemented)
+        return choose_travelling_side(self.work, implemented)
 
     def obstacle(self, schedules: Schedules) -> str | None:
         """Returns why what computes cannot serve such schedules, None where it can."""

@@ -28,7 +28,7 @@ PREFERENCE = "cudnn", "mosaic_tpu", "xla"
 
 
 def implement(schedules: Schedules, name: str | None, request: Request, with_warning: bool = False) -> Schedules:
-    """Returns the branches with their implementations; warns, if asked to, of what hinders faster ones.
+    """Returns the schedules with their implementations; warns, if asked to, of what hinders faster ones.
 
     Raises:
       ValueError: if the named implementation cannot serve all branches.
@@ -60,7 +60,7 @@ def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str
 
 
 def _choose(schedule: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
-    """Returns the branch with its implementation, and why that cannot serve if none can."""
+    """Returns the schedule with its implementation, and why that cannot serve if none can."""
     prepared, reason = schedule, None
     for own in PREFERENCE if name is None else _of_platform(NAMES[name], request.platform):
         prepared = _prepare(request, schedule, own)

@@ -56,6 +56,7 @@ class Comparison:
             ),
             "bytes_held": one.memory,
             "pairs": one.pairs,
+            "pairs_computed": one.computed,
             "operations": sum(one.operations),
             "seconds_products": both.products,
             "seconds_memory": both.memory,
@@ -140,10 +141,12 @@ class Comparison:
     def __str__(self) -> str:
         call, machine = self.call, self.machine
         what = "forward and gradient" if self.has_gradient else "forward"
+        bounds = "bounds: products at the peak rate, links at full rate"
+        times = "forecasts, of measured figures" if machine.pair_seconds else bounds
         title = (
             f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
             f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.\n"
-            "Times are bounds: products at the peak rate, links at full rate."
+            f"Times are {times}."
         )
         columns = {
             "strategy": "strategy",

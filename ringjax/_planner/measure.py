@@ -52,7 +52,7 @@ class _Sample(NamedTuple):
 def measure() -> Machine:
     """Returns the figures of the devices of this machine, all of which work at the same time.
 
-    Those of products and memory are of attention itself, so that they are ones that it reaches.
+    Those of products and memory come from attention itself: it reaches them.
     """
     devices = jax.devices()
     mesh = Mesh(devices, ("seq",), axis_types=(AxisType.Auto,))
@@ -63,11 +63,10 @@ def measure() -> Machine:
     if len(devices) > 1:
         calls |= {numbers: _permute(mesh, numbers) for numbers in _MESSAGES}
     seconds = _best_in_turns(calls)
-    found = {
-        size: _costs([(one.counts, seconds[name]) for name, one in samples.items() if name[0] == size], usual, size)
-        for size in usual.operations
-    }
-    of_narrowest = found[min(found)]
+    of_size = lambda size: [(one.counts, seconds[name]) for name, one in samples.items() if name[0] == size]
+    narrowest = min(usual.operations)
+    costs = _costs(of_size(narrowest), usual, narrowest)
+    operations = {size: 1 / _operation_cost(of_size(size), costs, usual, size) for size in usual.operations}
     link, latency = usual.link_bandwidth, usual.latency
     if len(devices) > 1:
         few, many = _MESSAGES
@@ -76,9 +75,9 @@ def measure() -> Machine:
     return dataclasses.replace(
         usual,
         name=f"{devices[0].device_kind}, measured",
-        operations={size: 1 / costs.operation for size, costs in found.items()},
-        memory_bandwidth=1 / of_narrowest.byte,
-        pair_seconds=of_narrowest.pair,
+        operations=operations,
+        memory_bandwidth=1 / costs.byte,
+        pair_seconds=costs.pair,
         link_bandwidth=link,
         node_size=max(usual.node_size, len(devices)),
         latency=latency,
@@ -125,6 +124,14 @@ def _costs(samples: list[tuple[_Costs, float]], usual: Machine, itemsize: int) -
     # What takes too little to be seen is taken to be what such devices are known for.
     known = _Costs(1 / usual.rate(itemsize), usual.pair_seconds, 1 / usual.memory_bandwidth)
     return _Costs(*(float(cost) or other for cost, other in zip(found, known, strict=True)))
+
+
+def _operation_cost(samples: list[tuple[_Costs, float]], costs: _Costs, usual: Machine, itemsize: int) -> float:
+    """Returns the cost of an operation on numbers of another size, what pairs and bytes take being known."""
+    counts, seconds = (np.array(column) for column in zip(*samples, strict=True))
+    rest = 1 - counts[:, 1:] @ costs[1:] / seconds
+    found, _ = scipy.optimize.nnls(counts[:, :1] / seconds[:, None], rest)
+    return float(found[0]) or 1 / usual.rate(itemsize)
 
 
 def _permute(mesh: Mesh, numbers: int) -> Callable[[], Any]:

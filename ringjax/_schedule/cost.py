@@ -51,6 +51,7 @@ class Work:
       num_kv_heads: the key/value heads of all devices.
       batch, num_heads, width, value_width: what a device has of B, N, H and V.
       itemsize, sum_itemsize: the bytes of a number of the arrays, and of sums.
+      kv_itemsizes: the bytes of a number of keys, and of values; by default those of the arrays.
       head_parts: the devices that heads are cut over, beside those of the sequence.
       document_itemsize: the bytes of the number of a document, 0 without documents.
       needs_lse: whether anything but the sum of branches asks for the lse, which may then have a gradient.
@@ -67,6 +68,13 @@ class Work:
     head_parts: int = 1
     document_itemsize: int = 0
     needs_lse: bool = False
+    kv_itemsizes: tuple[int, int] | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of a key and a value of one head."""
+        of_key, of_value = self.kv_itemsizes or (self.itemsize, self.itemsize)
+        return self.width * of_key + self.value_width * of_value
 
     @property
     def has_one_branch(self) -> bool:
@@ -117,8 +125,7 @@ class Work:
 
     def keys_row(self, schedule: BranchSchedule) -> int:
         """Returns the bytes of a slot's keys and values."""
-        of_head = (self.width + self.value_width) * self.itemsize
-        return self.batch * self.heads_of(schedule)[1] * of_head + self.documents(schedule)
+        return self.batch * self.heads_of(schedule)[1] * self.kv_bytes + self.documents(schedule)
 
     def row_bytes(self, schedule: BranchSchedule) -> RowBytes:
         """Returns the bytes of a slot in the backward."""
@@ -141,8 +148,11 @@ class Work:
         return sum({schedule.implementation: self._residual_bytes(schedule) for schedule in schedules}.values())
 
 
-def send_lighter_side(work: Work, schedules: Schedules) -> Schedules:
-    """Returns the schedules in which the backward sends queries where they are lighter than keys, with gradients."""
+def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
+    """Returns the schedules in which the backward sends queries where they are lighter than keys, with gradients.
+
+    To be asked again when implementations have taken branches: what they need of a query differs.
+    """
     are_lighter = [_are_queries_lighter(schedule, work.row_bytes(schedule)) for schedule in schedules]
     of_all = zip(schedules, are_lighter, strict=True)
     return tuple(dataclasses.replace(schedule, queries_travel=is_lighter) for schedule, is_lighter in of_all)
@@ -256,11 +266,11 @@ def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final:
         num_bytes = work.batch * (queries * heads * of_query + keys * kv_heads * of_key)
         return Message(direction, "all_to_all", num_bytes // size * (size - 1), size)
 
-    yield exchange("forward", work.width * item, kv_width * item)
+    yield exchange("forward", work.width * item, work.kv_bytes)
     yield exchange("forward", work.value_width * result + has_lse * sums)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     for direction in directions:
         yield Message(direction, "all_gather", work.batch * sum(tokens) * work.document_itemsize * (size - 1), size)
     if has_gradient:
-        yield exchange("backward", work.width * item + work.residual_bytes(schedules), kv_width * item)
+        yield exchange("backward", work.width * item + work.residual_bytes(schedules), work.kv_bytes)
         yield exchange("backward", work.width * result, kv_width * grad)

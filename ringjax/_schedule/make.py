@@ -7,7 +7,7 @@ from typing import Literal
 
 from ringjax._definition.branch import MAX_POSITIONS, Branch
 from ringjax._definition.pattern import DilatedPattern
-from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules
 from ringjax._schedule.side import Side
 
 MAX_BLOCK_ROWS = 512
@@ -24,7 +24,7 @@ def make_schedule(
     key_length: int | None = None,
     query_offset: int | None = 0,
     exchange_size: int = 1,
-) -> tuple[BranchSchedule, ...]:
+) -> Schedules:
     """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
 
     There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None

@@ -1,7 +1,7 @@
 """How many pairs of queries and keys a device computes: those that it keeps, and all those of the tiles that meet."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from ringjax._definition.branch import spaced_tokens
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 
-_MOST_SHARDS, _MOST_BLOCKS = 16, 1024
+_MOST_SHARDS, _MOST_BLOCKS, _MOST_OFFSETS = 16, 1024, 16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -27,7 +27,7 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     length = side.shard_length
     local = spaced_tokens(length)
     found = []
-    for shard in _looked_at(side):
+    for shard in _extreme_shards(side):
         token = side.first(shard) + local
         token = token[token < side.stop]
         count = lambda offset, token=token: schedule.branch.count(
@@ -42,48 +42,58 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
 def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """Returns how many pairs are in the tiles of a query head that meet on the busiest device.
 
-    A tile meets another where one of its queries, of any head, sees from its first to its last key one of the other's.
-    Documents, and what earlier branches of a union take, are left out of account.
+    A tile of queries meets a tile of keys if a key lies between the first and the last that a query sees, of any heads.
+    Documents, and what earlier branches of a union take, are left out of account. Halves that are swapped count whole.
     """
     queries, keys = schedule.queries, schedule.keys
-    rows = queries.num_full_chunks * queries.block_rows
-    if (
-        schedule.is_balanced
-    ):  # of the own halves two triangles and a whole one, of those of each other shard two whole ones
+    slots = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
+    if schedule.is_balanced:
+        # Of the own halves two triangles and a whole one, of those of each other shard two whole ones.
         blocks = queries.num_blocks // 2
         tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
-        return tiles * rows * keys.block_rows
-    extremes = min(offsets), max(offsets)
-    return max(_tile_pairs_of(schedule, shard, extremes) for shard in _looked_at(queries)) * rows
+        return tiles * slots * keys.block_rows
+    distinct = np.unique(offsets)
+    distinct = distinct[:: 1 + distinct.size // _MOST_OFFSETS]
+    shards = range(queries.num_shards) if queries.num_shards <= _MOST_SHARDS else _extreme_shards(queries)
+    return max(_tile_pairs_of(schedule, shard, distinct) for shard in shards) * slots
 
 
-def _looked_at(side: Side) -> Iterable[int]:
-    """The shards of which the busiest is taken: all, or of many those that differ most."""
+def _extreme_shards(side: Side) -> set[int]:
+    """The shards that differ most: one of these is mostly the busiest."""
     last = side.num_shards - 1
-    return range(last + 1) if last < _MOST_SHARDS else {0, side.num_shards // 2, last - 1, last}
+    return {0, side.num_shards // 2, max(0, last - 1), last}
 
 
-def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: tuple[int, int]) -> int:
+def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: np.ndarray) -> int:
     """The keys that the blocks of a chunk of queries meet, in whole blocks; of very many blocks a sample is counted."""
-    sampled = np.arange(0, schedule.queries.num_blocks, 1 + schedule.queries.num_blocks // _MOST_BLOCKS)
-    first, last = _ends(schedule.queries, np.array([shard]), sampled, offsets)
-    seen, up_to = schedule.branch.seen(first, schedule.is_causal)[0], schedule.branch.seen(last, schedule.is_causal)[1]
+    branch, side = schedule.branch, schedule.queries
+    sampled = np.arange(0, side.num_blocks, 1 + side.num_blocks // _MOST_BLOCKS)
+    first, last = _ends(side, np.array([shard]), sampled, offsets)
+    seen, up_to = branch.seen(first, schedule.is_causal)[0], branch.seen(last, schedule.is_causal)[1]
     total = 0
-    for side, shards in _keys_met(schedule, shard):
-        key_first, key_last = _ends(side, shards, np.arange(side.num_blocks), offsets)
+    for of_keys, shards in _keys_met(schedule, shard):
+        key_first, key_last = _ends(of_keys, shards, np.arange(of_keys.num_blocks), offsets)
         met = np.searchsorted(key_first, up_to, "right") - np.searchsorted(key_last, seen)
-        total += int(met.clip(0).sum()) * side.block_rows
-    return total * schedule.queries.num_blocks // max(1, sampled.size)
+        total += int(met.clip(0).sum()) * of_keys.block_rows
+    return total * side.num_blocks // max(1, sampled.size)
 
 
-def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: tuple[int, int]) -> tuple[Any, Any]:
-    """Returns the first and the last token, of any head, of each block of the first chunks of shards, in order."""
+def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: np.ndarray) -> tuple[Any, Any]:
+    """Returns the first and the last token, of any head, of each block of the first chunks of shards, in order.
+
+    Blocks without a row are left out.
+    """
     slot = blocks * side.block_rows
     last_slot = np.minimum(slot + side.block_rows, side.num_rows) - 1
     shard = np.sort(shards)[:, None]
-    first, has_rows = side.slot_token(shard, 0, slot, offsets[0])  # [S, J]
-    last, _ = side.slot_token(shard, 0, last_slot, offsets[1])
-    return first[has_rows], np.minimum(last, side.stop - 1)[has_rows]
+    stop = np.minimum(side.first(shard) + side.chunk_length, side.stop)
+    first, last = np.full((2, shard.size, blocks.size), -1)
+    for offset in offsets:
+        token, is_row = side.slot_token(shard, 0, slot, offset)  # [S, J]
+        first = np.where(is_row & ((first < 0) | (token < first)), token, first)
+        end = np.minimum(side.slot_token(shard, 0, last_slot, offset)[0], stop - 1)
+        last = np.where(is_row & (end > last), end, last)
+    return first[first >= 0], last[first >= 0]
 
 
 def _keys_met(schedule: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.ndarray]]:

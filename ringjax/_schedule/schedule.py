@@ -62,7 +62,7 @@ class BranchSchedule:
     In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
     `exchange_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
     exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them,
-    and its `traits` how. Where `queries_travel`, it is they that the backward sends on their ways, and not the keys.
+    and its `traits` how. Where `queries_travel`, the backward sends queries on their ways, not keys.
     Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
     queries and of keys, where tiles do not end with chunks.
     """
@@ -238,7 +238,7 @@ Schedules = tuple[BranchSchedule, ...]
 
 
 def exchanged_together(schedules: Iterable[BranchSchedule]) -> list[Schedules]:
-    """Returns the branches in groups, each of those for which the same tokens are exchanged."""
+    """Returns the schedules in groups, each of branches for which the same tokens are exchanged."""
     groups: dict[tuple[int, int | None], list[BranchSchedule]] = {}
     for schedule in schedules:
         rows_of = schedule.number if schedule.exchanges_rows else None
