@@ -232,6 +232,7 @@ def test_the_command(capsys, tmp_path):
         ({"operations": {"2": 0}}, "operations[2] is 0.0"),
         ({"node_size": "8"}, "node_size is '8'"),
         ({"node_size": 1.5}, "node_size is 1.5, which is no integer"),
+        ({"is_measured": "no"}, "is_measured is 'no', which is neither true nor false"),
         ({"platform": "quantum"}, "platforms are cuda, tpu, cpu"),
     ):
         figures.write_text(json.dumps({**machine, **change}))
@@ -310,6 +311,8 @@ def test_measured_figures_serve(tmp_path, monkeypatch):
     comparison = plan(LONGNET, num_tokens=32768, num_heads=8, dtype="float32", device=str(path))
     assert comparison.machine.rate(4) > 1e8
     assert comparison.best.seconds > 0
+    assert "Times are forecasts, of measured figures." in str(comparison)
+    assert "Times are bounds" in str(plan(LONGNET, num_tokens=32768, num_heads=8, device="cpu"))
 
 
 def test_what_pairs_take_beside_products():

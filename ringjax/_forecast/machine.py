@@ -27,6 +27,7 @@ class Machine:
       latency: the seconds that a message takes, however short.
       pair_seconds: the seconds that a pair takes beside its products, such as for its exponential; 0 where that goes on
         while others multiply.
+      is_measured: whether attention reached these rates; else they are the most that a device can.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Machine:
     is_grid: bool = False
     latency: float = 0.0
     pair_seconds: float = 0.0
+    is_measured: bool = False
 
     def rate(self, itemsize: int) -> float:
         """Returns the most operations in a second on numbers of so many bytes, or of the next that is known."""
@@ -166,6 +168,9 @@ def _check_figures(machine: Machine) -> None:
         is_number = isinstance(rate, int | float) and math.isfinite(rate)
         if not is_number or rate < 0 or (rate == 0 and name not in costs):
             raise ValueError(f"{name} is {rate!r}, which is no positive number")
+    for name in ("is_grid", "is_measured"):
+        if not isinstance(getattr(machine, name), bool):
+            raise ValueError(f"{name} is {getattr(machine, name)!r}, which is neither true nor false")
     if not isinstance(machine.node_size, int):
         raise ValueError(f"node_size is {machine.node_size!r}, which is no integer")
     if not isinstance(machine.name, str) or machine.platform not in ("cuda", "tpu", "cpu"):

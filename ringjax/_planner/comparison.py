@@ -142,7 +142,7 @@ class Comparison:
         call, machine = self.call, self.machine
         what = "forward and gradient" if self.has_gradient else "forward"
         bounds = "bounds: products at the peak rate, links at full rate"
-        times = "forecasts, of measured figures" if machine.pair_seconds else bounds
+        times = "forecasts, of measured figures" if machine.is_measured else bounds
         title = (
             f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
             f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.\n"

@@ -81,6 +81,7 @@ def measure() -> Machine:
         link_bandwidth=link,
         node_size=max(usual.node_size, len(devices)),
         latency=latency,
+        is_measured=True,
     )
 
 
