@@ -71,7 +71,7 @@ def test_the_seed_of_nnx_gives_the_parameters_of_flax():
 
 def varied(array):
     """Parameters that begin as ones or zeros would hide who has which."""
-    return array + 0.1 * jnp.sin(jnp.arange(array.size, dtype=array.dtype)).reshape(array.shape)
+    return array + (0.1 * np.sin(np.arange(array.size))).reshape(array.shape).astype(array.dtype)
 
 
 @pytest.mark.parametrize(("features", "normalize_qk"), [((None, None), False), ((32, 20), True)])
@@ -96,7 +96,7 @@ def test_the_modules_agree():
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_sinks_of_a_call(library):
     """One for each row and head: those of the function, and of the module where they are the same in all rows."""
-    rows = jnp.sin(jnp.arange(LENGTH * 4.0, dtype=jnp.float32)).reshape(LENGTH, 4)
+    rows = np.sin(np.arange(LENGTH * 4)).reshape(LENGTH, 4).astype(np.float32)
     module = Functional(library, **PATTERN, sinks=rows)
     of_heads = Functional(library, **PATTERN, sinks=rows[3])
     out = module.apply(module.params, inputs())
