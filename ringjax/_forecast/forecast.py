@@ -1,8 +1,8 @@
 """What a strategy will take: bounds of its time on a machine, and which strategy's bound is the least.
 
-All are bounds: products at the machine's peak, each array read and written once where it must be, and messages at the
-full rate of links. What is computed beside a message hides it, as far as that lasts; not on devices that copy messages
-themselves.
+All are bounds, at the rates of the machine: its products, each array read and written once where it must be, and
+messages. Of measured rates they are forecasts. What is computed beside a message hides it, as far as that lasts; not on
+devices that copy messages themselves.
 """
 
 import dataclasses
