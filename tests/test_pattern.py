@@ -179,6 +179,14 @@ def test_reach_of_very_long_sequences():
         warn_of_reach(pattern, 2**20, 16, is_causal=True)
 
 
+def test_reach_of_many_heads_is_that_of_those_that_differ():
+    pattern, times = DilatedPattern([Segments(2048), Segments(16384, 8)]), 512
+    few, many = pattern.reach(2**18, 8), pattern.reach(2**18, 8 * times)
+    assert many.in_any_head == few.in_any_head
+    np.testing.assert_array_equal(many.beyond, np.tile(few.beyond, times))
+    np.testing.assert_array_equal(many.num_keys, np.tile(few.num_keys, times))
+
+
 @pytest.mark.parametrize(
     ("pattern", "length", "heads", "is_causal", "warns"),
     [

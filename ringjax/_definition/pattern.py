@@ -167,16 +167,30 @@ class DilatedPattern:
         check_count("num_kv_heads", num_kv_heads)
         check_causal(is_causal)
         query, branches = spaced_tokens(length), self.within(length, num_kv_heads)
-        beyond, num_keys = np.zeros((2, num_kv_heads, len(query)))
         first, last = min(branches, key=lambda branch: branch.extent).seen(query)
-        for number, branch in enumerate(branches):
-            for head in self.heads_of(number, num_kv_heads):
-                offset = self.offset(head, branch, number, num_kv_heads)
-                seen = branch.count(query, first, last + 1, offset, length, is_causal)
-                count = branch.count(query, 0, length, offset, length, is_causal)
-                num_keys[head] += count
-                beyond[head] += count > seen
-        return Reach((beyond > 0).mean(axis=1), float((beyond > 0).any(axis=0).mean()), num_keys.mean(axis=1))
+        in_any_head = np.zeros(len(query), bool)
+        beyond, num_keys = np.zeros((2, num_kv_heads))
+        for offsets, heads in self._classes(branches, num_kv_heads).items():
+            count = seen = np.zeros(len(query), np.int64)
+            for number, offset in offsets:
+                count = count + branches[number].count(query, 0, length, offset, length, is_causal)
+                seen = seen + branches[number].count(query, first, last + 1, offset, length, is_causal)
+            in_any_head |= count > seen
+            beyond[heads], num_keys[heads] = (count > seen).mean(), count.mean()
+        return Reach(beyond, float(in_any_head.mean()), num_keys)
+
+    def _classes(self, branches: tuple[Branch, ...], num_kv_heads: int) -> dict[tuple[tuple[int, int], ...], list[int]]:
+        """Returns the heads that keep the same tokens, by the branches that they run, each with its offset."""
+        classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        runs = [self.heads_of(number, num_kv_heads) for number in range(len(branches))]
+        for head in range(num_kv_heads):
+            offsets = (
+                (number, self.offset(head, branch, number, num_kv_heads))
+                for number, branch in enumerate(branches)
+                if head in runs[number]
+            )
+            classes.setdefault(tuple(offsets), []).append(head)
+        return classes
 
     def multiplicity(
         self,
