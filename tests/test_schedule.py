@@ -107,7 +107,7 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
                 chunk, slot = side.token_slot(shard, kept, offset)
                 np.testing.assert_array_equal(tokens[chunk, slot], kept)
         # No slot is there for nothing, but where the padding of the length takes rows away.
-        assert fullest == side.num_rows or length % side.chunk_length or length < num_shards * side.shard_length
+        assert fullest == side.chunk_rows or length % side.chunk_length or length < num_shards * side.shard_length
 
 
 @given(geometries())
@@ -188,7 +188,7 @@ def test_rings_and_chunks(segment_length, num_shards, ring_size, chunk_length):
 def test_only_kept_rows_have_slots():
     (schedule,) = make_schedule(DilatedPattern.of_lengths((4096,), (16,)), 8192, 8, 4)
     assert schedule.ring_size == 4
-    assert schedule.queries.num_rows == 1024 // 16
+    assert schedule.queries.chunk_rows == 1024 // 16
     assert schedule.queries.num_slots == 64
 
 
@@ -197,7 +197,7 @@ def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
     (schedule,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), 8192, 2, 1)
     side = schedule.queries
     slots = side.num_blocks * side.block_rows
-    assert side.num_rows <= slots < side.num_rows + side.num_blocks
+    assert side.chunk_rows <= slots < side.chunk_rows + side.num_blocks
     assert side.block_rows * side.chunks_per_tile <= 512
     assert side.num_tiles * side.chunks_per_tile == side.num_chunks * side.num_blocks
 
@@ -205,7 +205,7 @@ def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
 def test_numbers_beyond_the_sequence_stay_small():
     (schedule,) = make_schedule(DilatedPattern.of_lengths((10**12,), (10**11,)), 100, 8, 3)
     assert max(schedule.branch.length, schedule.branch.rate) < 2**31
-    assert schedule.queries.num_rows == 1
+    assert schedule.queries.chunk_rows == 1
     expected = DilatedPattern.of_lengths((10**12,), (10**11,)).multiplicity(100, 3)
     for head in range(3):
         np.testing.assert_array_equal(computed_pairs(schedule, head, 100), expected[head])

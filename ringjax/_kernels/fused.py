@@ -225,7 +225,7 @@ def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | Non
         f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
         f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
-            (is_strided and not schedule.is_dense) or (schedule.is_balanced and side.num_rows != side.num_slots)
+            (is_strided and not schedule.is_dense) or (schedule.is_balanced and side.chunk_rows != side.num_slots)
         ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -241,6 +241,6 @@ def _obstacle_of_window(schedule: BranchSchedule, window: int, name: str, has_do
         return f"{name} is cut by documents"
     if not side.is_full or (schedule.branch.modulus > 1 and side.chunks != "residues"):
         return f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend"
-    if not schedule.is_local and 2 * (window - 1) > side.num_rows:
+    if not schedule.is_local and 2 * (window - 1) > side.chunk_rows:
         return f"{name} sees more than half of the tokens of a device before"
     return None

@@ -102,8 +102,9 @@ class Rows(NamedTuple):
             return rearrange(tokens, "B (m r) ... -> B (r m) ...", r=side.step)
         if side.is_strided:
             return self._take_one(self._split(tokens))
-        shard, chunk, slot = self.shard.astype(jnp.uint32), naturals(side.num_chunks), naturals(side.num_rows)[:, None]
-        token, is_row = side.slot_token(shard, chunk[:, None, None], slot, self.offset)
+        shard = self.shard.astype(jnp.uint32)
+        chunk, slot = naturals(side.num_chunks)[:, None, None], naturals(side.chunk_rows)[:, None]
+        token, is_row = side.slot_token(shard, chunk, slot, self.offset)
         index = jnp.where(is_row, token - side.first(shard), 0)  # [chunks, slots, O]
         return _take(tokens, rearrange(index, "c s O -> (c s) O"))
 
@@ -133,7 +134,7 @@ class Rows(NamedTuple):
         token = side.first(shard) + naturals(side.span)[:, None]  # [n, 1]
         chunk, slot = side.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
         is_kept = side.is_kept(token, self.offset)  # [n, O]
-        index = jnp.where(is_kept, chunk * side.num_rows + slot, 0)
+        index = jnp.where(is_kept, chunk * side.chunk_rows + slot, 0)
         return jnp.where(is_kept[..., None], combine(tokens, _take(rows, index)), tokens)
 
     def pad(self, rows: Shaped[Array, "B m K D"]) -> Shaped[Array, "B M K D"]:
@@ -145,7 +146,7 @@ class Rows(NamedTuple):
     def unpad(self, rows: Shaped[Array, "B M K D"]) -> Shaped[Array, "B m K D"]:
         """Undoes `pad`."""
         side = self.side
-        return _resize(rows, side.num_full_chunks, side.num_chunks, side.num_rows)
+        return _resize(rows, side.num_full_chunks, side.num_chunks, side.chunk_rows)
 
     def spread(self, rows: Shaped[Array, "B m K D"], fill: float) -> Shaped[Array, "B n K D"]:
         """Returns tokens with the rows of a dense branch in their places, and `fill` elsewhere.

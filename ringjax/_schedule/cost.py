@@ -255,7 +255,7 @@ def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> l
 def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final: bool) -> Iterator[Message]:
     size, one = schedules[0].exchange_size, schedules[0].of_devices()
     tokens = one.queries.shard_length, one.keys.shard_length
-    queries, keys = (one.queries.num_rows, one.keys.num_rows) if schedules[0].exchanges_rows else tokens
+    queries, keys = (one.queries.chunk_rows, one.keys.chunk_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
     result, grad = (item if is_final and is_last else sums for is_last in (True, not work.repeats_heads(size)))

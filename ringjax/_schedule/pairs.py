@@ -21,7 +21,7 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """
     side = schedule.queries
     if schedule.is_balanced:  # a triangle of all rows of the ring, in equal parts
-        rows = side.num_rows * schedule.ring_size
+        rows = side.chunk_rows * schedule.ring_size
         return rows * (rows + 1) // (2 * schedule.ring_size)
     distinct, counts = np.unique(offsets, return_counts=True)
     length = side.shard_length
@@ -84,7 +84,7 @@ def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: np.ndarra
     Blocks without a row are left out.
     """
     slot = blocks * side.block_rows
-    last_slot = np.minimum(slot + side.block_rows, side.num_rows) - 1
+    last_slot = np.minimum(slot + side.block_rows, side.chunk_rows) - 1
     shard = np.sort(shards)[:, None]
     stop = np.minimum(side.first(shard) + side.chunk_length, side.stop)
     first, last = np.full((2, shard.size, blocks.size), -1)

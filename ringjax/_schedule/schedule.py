@@ -43,7 +43,7 @@ class Leg(NamedTuple):
     def halo_rows(self, side: Side) -> int:
         """Returns the number of rows of the halo."""
         halo = self.of_halo(side)
-        return halo.num_chunks * halo.num_rows if self.halo else 0
+        return halo.num_chunks * halo.chunk_rows if self.halo else 0
 
     def num_rows(self, side: Side) -> int:
         """Returns the number of rows that a shard sends."""
@@ -119,7 +119,7 @@ class BranchSchedule:
     def can_exchange_rows(self) -> bool:
         """Whether the rows of a shard are those of its devices, one after the other."""
         side = self.of_devices().queries
-        is_cut_evenly = side.num_rows * self.branch.offset_rate == side.shard_length
+        is_cut_evenly = side.chunk_rows * self.branch.offset_rate == side.shard_length
         return is_cut_evenly and side.is_strided and self.queries.is_strided and self.is_closed and not self.is_general
 
     def of_group(self) -> "BranchSchedule":

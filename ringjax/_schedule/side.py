@@ -25,8 +25,8 @@ class Side:
 
     These tokens are cut into chunks, each of which attends to itself and, on other shards, to chunks of its number:
     into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"residues"`, tokens a rate apart. A
-    chunk has `num_rows` slots for the rows that a head keeps; a slot without a row is masked. The slots of a chunk are
-    computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.
+    chunk has `chunk_rows` slots for the rows that a head keeps; a slot without a row is masked. The slots of a chunk
+    are computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.
     """
 
     branch: Branch
@@ -93,8 +93,8 @@ class Side:
         return self.branch.modulus if self.chunks == "residues" else self.branch.offset_rate
 
     @functools.cached_property
-    def num_rows(self) -> int:
-        """The number of slots of a chunk: the most rows that any head keeps of any chunk."""
+    def chunk_rows(self) -> int:
+        """The most rows that any head keeps of any chunk: a chunk has a slot for each."""
         if self.chunks == "residues":
             return self.span // self.step
         period, rate = self.branch.period or 1, self.branch.offset_rate
@@ -146,7 +146,7 @@ class Side:
     def is_full(self) -> bool:
         """Whether every slot of every shard holds a row."""
         has_all = (
-            self.num_shards * self.shard_length == self.length and self.num_chunks * self.num_rows == self.num_slots
+            self.num_shards * self.shard_length == self.length and self.num_chunks * self.chunk_rows == self.num_slots
         )
         return has_all and self.is_strided
 
@@ -155,12 +155,12 @@ class Side:
     @property
     def num_blocks(self) -> int:
         """The number of blocks of a chunk."""
-        return self.halves * -(-self.num_rows // (self.halves * self.max_block_rows))
+        return self.halves * -(-self.chunk_rows // (self.halves * self.max_block_rows))
 
     @property
     def block_rows(self) -> int:
         """The number of slots of a block."""
-        return -(-self.num_rows // self.num_blocks)
+        return -(-self.chunk_rows // self.num_blocks)
 
     @functools.cached_property
     def chunks_per_tile(self) -> int:

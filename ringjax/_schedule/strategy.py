@@ -74,7 +74,7 @@ def schedules_with(make: Callable[[int], Schedules], strategy: str, sizes: tuple
     # Either all tokens are exchanged, and serve all branches, or of each that is not local its rows alone.
     of_rows = {number: make(size_of([number]))[number] for number in travelling}
     sides = [schedule.of_devices().queries for schedule in of_rows.values()]
-    has_few = sum(side.num_rows for side in sides) < sides[0].shard_length
+    has_few = sum(side.chunk_rows for side in sides) < sides[0].shard_length
     if heads == "all" and has_few and all(schedule.can_exchange_rows for schedule in of_rows.values()):
         of_rows = {number: dataclasses.replace(schedule, exchanges_rows=True) for number, schedule in of_rows.items()}
         return tuple(of_rows.get(number, schedule) for number, schedule in enumerate(schedules))
