@@ -1,10 +1,14 @@
 """How the site is built: `sphinx-build -W docs FOLDER`. Every cell runs, on eight simulated devices."""
 
+import inspect
 import json
 import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import Any
+
+from sphinx.util.inspect import stringify_signature
 
 ROOT = Path(__file__).parent.parent
 # Of the kernels that run the cells: devices, the pictures of this folder and the examples, and no advice of libraries.
@@ -50,7 +54,7 @@ napoleon_use_rtype = False
 def results() -> dict[str, dict[str, dict[str, str]]]:
     """Returns the figures of the benchmarks: of each file, each row named by its texts, and each column.
 
-    A row of its own says what they were measured on.
+    Shares are there in percent as well. A row of its own says what they were measured on.
     """
     found: dict[str, dict[str, dict[str, str]]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
@@ -58,7 +62,9 @@ def results() -> dict[str, dict[str, dict[str, str]]]:
         rows = found[path.stem] = {"measured on": {"processor": result.get("processor", ""), **result["versions"]}}
         for row in result["rows"]:
             name = ", ".join(value for value in row.values() if isinstance(value, str))
-            rows[name] = {key: _digits(value) for key, value in row.items() if isinstance(value, int | float)}
+            figures = {key: value for key, value in row.items() if isinstance(value, int | float)}
+            rows[name] = {key: _digits(value) for key, value in figures.items()}
+            rows[name] |= {f"{key}, percent": f"{100 * value:.3g} %" for key, value in figures.items()}
     return found
 
 
@@ -68,3 +74,18 @@ def _digits(value: float) -> str:
 
 # In a page: {{ ring_speed["ring over one device, forward"]["ratio of rates"] }}
 myst_substitutions = results()
+
+
+def show_arguments(app: Any, what: str, name: str, value: Any, options: Any, signature: Any, returns: Any) -> Any:
+    """Shows the arguments of classes that hide them behind those of their metaclass, as Flax's modules do."""
+    del app, name, options, returns
+    if what != "class" or signature != "(*args, **kwargs)":
+        return None
+    own = inspect.signature(value.__init__)
+    own = own.replace(parameters=list(own.parameters.values())[1:])  # without self
+    return stringify_signature(own, show_annotation=False, show_return_annotation=False), None
+
+
+def setup(app: Any) -> None:
+    """Connects what Sphinx calls."""
+    app.connect("autodoc-process-signature", show_arguments)

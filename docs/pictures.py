@@ -9,6 +9,7 @@ import numpy as np
 from IPython.display import Image
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
 
 import ringjax
 
@@ -34,7 +35,11 @@ def draw_ring(num_devices: int = 4, tokens_of_device: int = 4, is_causal: bool =
         for boundary in np.arange(1, num_devices) * tokens_of_device - 0.5:
             pairs.axhline(boundary, color="gray", linewidth=0.5)
             pairs.axvline(boundary, color="gray", linewidth=0.5)
-        pairs.set(xlabel="key", ylabel="query", title=f"step {step}: blue is computed, gray is done")
+        ticks = range(0, length, tokens_of_device)
+        pairs.set(xlabel="key", ylabel="query", xticks=ticks, yticks=ticks, title=f"step {step}")
+        colored = (("tab:blue", "computed now"), ("lightgray", "done"), ("white", "later or never"))
+        handles = [Patch(facecolor=color, edgecolor="gray", label=name) for color, name in colored]
+        pairs.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, fontsize="small")
         for number, angle in enumerate(angles):
             x, y = np.cos(angle), np.sin(angle)
             ring.text(x, y, f"device {number}\nqueries {number}", ha="center", va="center", fontsize="small")
@@ -72,7 +77,7 @@ def draw_rates(num_tokens: int = 32, rate: int = 4, num_heads: int = 4) -> None:
     axes.imshow(kept, cmap=ListedColormap(["white", "tab:blue"]), aspect="auto")
     axes.axvline(num_tokens // 2 - 0.5, color="tab:red", label="a segment ends")
     axes.set(xlabel="token", ylabel="head", yticks=range(num_heads), title=f"{branch}: blue tokens are kept")
-    axes.legend(loc="upper right", fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
 def draw_long_context() -> None:

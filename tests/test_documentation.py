@@ -104,6 +104,26 @@ def test_figures_of_the_readme():
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {text}"))
         assert line.split(" | ")[1:] == [found[name, "forward"], f"{found[name, 'gradient']} |"]
     assert f"ran {found['one device over torch', 'forward']} times as fast as torch" in README
+    measured_on = json.loads((results / "ring_speed.json").read_text())["processor"]
+    assert measured_on == "2 cores, AMD EPYC"
+    assert all(words in README for words in ("two CPU cores", "AMD EPYC"))
+
+
+def test_links_of_the_readme_lead_to_pages_of_the_site():
+    pages = re.findall(r"ringjax\.readthedocs\.io/en/latest/([\w/]+)\.html", README)
+    assert len({*pages}) > 10
+    for page in pages:
+        assert any((ROOT / "docs" / f"{page}{suffix}").exists() for suffix in (".md", ".ipynb")), page
+
+
+def test_each_guarantee_names_the_tests_that_hold_it():
+    text = (ROOT / "docs" / "guarantees.md").read_text().split("\n## ")[0]
+    guarantees = text.split("\n- **")[1:]
+    assert len(guarantees) == 7
+    for guarantee in guarantees:
+        tests = re.findall(r"`(tests/\w+\.py)`", guarantee)
+        assert tests, guarantee
+        assert all((ROOT / path).exists() for path in tests)
 
 
 def test_the_page_of_results_is_that_of_the_results():
@@ -135,10 +155,11 @@ def test_commands_of_the_guide_to_scaling(capsys):
 
 def test_commands_of_the_guide_to_planning(capsys):
     text = (ROOT / "docs" / "planning.md").read_text()
+    notebook = (ROOT / "docs" / "notebooks" / "planning_a_run.ipynb").read_text()
     commands = re.findall(r"^    ringjax (plan (?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE) + re.findall(
-        r"`ringjax (plan [^`]*)`", README
+        r"`ringjax (plan [^`]*)`", README + notebook
     )
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         assert main(command.replace("\\\n", " ").split()) == 0
         assert "Take " in capsys.readouterr().out

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
+from readme_renderer import markdown
 
 ROOT = Path(__file__).parent.parent
 USE = """
@@ -53,6 +55,16 @@ def test_the_wheel_runs_on_its_own(installed):
     code = "import ringjax, use; print(ringjax.__file__, ringjax.__version__, ringjax.RingDilatedAttention.__name__)"
     done = run(installed, sys.executable, "-W", "error", "-c", code)
     assert done.stdout.split() == [str(installed / "site/ringjax/__init__.py"), "0.1.0", "RingDilatedAttention"]
+
+
+def test_the_description_is_one_that_the_index_renders(installed):
+    (path,) = (installed / "site").glob("*.dist-info/METADATA")
+    metadata = message_from_string(path.read_text())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = markdown.render(metadata.get_payload())
+    assert page is not None
+    assert page.count("<table>") == 2
+    assert "<img" in page
 
 
 @pytest.mark.quick("basedpyright")

@@ -155,6 +155,16 @@ class DilatedPattern:
         A head keeps one token of each `rate`: with rates above the number of heads, most tokens are kept by none. Of
         more than 2^17 queries, evenly spaced ones are counted.
 
+        Args:
+          length: the number of tokens.
+          num_kv_heads: the number of key/value heads K.
+          is_causal: whether a query sees only keys that are not after it.
+
+        Returns:
+          `in_any_head`, the share of queries that see beyond their smallest branch in one head at least; `beyond` [K],
+          that share in each head; and `num_keys` [K], the mean number of keys that a query sees, each counted once for
+          each branch that holds it.
+
         Raises:
           ValueError: for a number below 1.
           TypeError: if `is_causal` is neither true nor false.

@@ -41,6 +41,7 @@ def plot_pattern(
     columns = min(panels, _MOST_COLUMNS)
     rows = -(-panels // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(3.4 * columns, 4.4 * rows), layout="constrained", squeeze=False)
+    figure.get_layout_engine().set(hspace=0.06)
     axes = grid.ravel()
     for unused in axes[panels:]:
         unused.axis("off")
@@ -56,7 +57,7 @@ def plot_pattern(
         _draw_pairs(axes[number], pairs, count, f"{title}\n{_ways(schedule)}" if schedule else title, num_devices)
     total = multiplicity(pattern)
     if count > 1:
-        _draw_pairs(axes[count], total[head], count, f"all branches, {pattern.merge}", num_devices)
+        _draw_pairs(axes[count], total[head], count, "all branches: how often a pair counts", num_devices)
     _draw_legend(axes[panels - 2], int(total[head].max()), count)
     _draw_field(axes[panels - 1], total, head)
     causal = "causal" if is_causal else "not causal"
@@ -109,7 +110,7 @@ def _draw_field(axes: "Axes", total: np.ndarray, head: int) -> None:
     axes.plot(seen[head], label=f"head {head}")
     axes.plot((total > 0).any(axis=0).sum(axis=1), linestyle="--", label="any head")
     axes.set_title("receptive field", fontsize="medium")
-    axes.set(xlabel="position of the query", ylabel="keys seen", ylim=(0, None))
+    axes.set(xlabel="position of the query", ylabel="keys seen", ylim=(0, None), box_aspect=1)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
 
 
@@ -157,8 +158,8 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
                 values = [measure(forecasts[index]) for forecasts in found.values()]
                 axes[row, column].plot(list(found), values, **style)
         for row, unit in enumerate(measures):
-            is_positive = any(max(line.get_ydata(), default=0) > 0 for line in axes[row, column].lines)
-            axes[row, column].set(yscale="log" if is_positive else "linear", ylabel=unit)
+            axes[row, column].set_ylabel(unit)
+            _scale(axes[row, column])
             axes[row, column].set_xscale("log", base=2)
             axes[row, column].grid(alpha=0.3)
         axes[-1, column].set_xlabel(label)
@@ -166,3 +167,17 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     figure.suptitle(f"{call.num_queries:,} tokens, {call.num_devices} devices, and more or fewer of either")
     figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)
     plt.close(figure)
+
+
+def _scale(axes: "Axes") -> None:
+    """Gives an axis of figures a logarithmic scale, which has a zero where one is 0, and plain numbers."""
+    plt = _pyplot()
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    if values.all():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+    else:
+        axes.set_yscale("symlog", linthresh=values[values > 0].min(initial=1e9))
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.yaxis.set_minor_formatter(plt.NullFormatter())

@@ -75,8 +75,10 @@ def plan(
       has_gradient: whether the gradient is counted too.
 
     Returns:
-      The strategies beside each other: `print` it for a table, `to_json` gives its figures, `best` the one of the least
-      bound of time.
+      The strategies beside each other: `print` it for a table; `to_json()` gives its figures, `forecasts` all
+      strategies, `best` the one of the least bound of time, `example` the call to paste. Of a strategy `seconds` is the
+      bound of time, `memory` the bytes that a device holds, and `num_bytes("forward")`, or `"backward"`, those that it
+      sends.
 
     Raises:
       ValueError, TypeError: for a wrong pattern, sizes that do not divide, an unknown device, feature or axis.
