@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import Branch
+from ringjax._definition.counts import is_integer
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
@@ -143,6 +144,8 @@ class RingDilatedAttention(linen.Module):
             values = getattr(self, name)
             setattr(self, name, tuple(values) if isinstance(values, list) else values)
         super().__post_init__()
+        # What is wrong is said when the module is made, whatever its inputs will be.
+        _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
 
     @linen.compact
     def __call__(

@@ -148,6 +148,7 @@ class RingDilatedAttention(nnx.Module):
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
+        self.dtype, self.param_dtype, self.use_bias, self.normalize_qk = dtype, param_dtype, use_bias, normalize_qk
         self.settings = settings = Settings(
             pattern=read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads),
             num_heads=num_heads,
@@ -231,6 +232,11 @@ class RingDilatedAttention(nnx.Module):
     def dropout_rate(self) -> float:
         """The share of attention weights that are dropped."""
         return self.settings.dropout_rate
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether queries see no later keys."""
+        return self.settings.is_causal
 
     def __call__(
         self,

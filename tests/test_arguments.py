@@ -291,6 +291,8 @@ def test_forward_mode_is_refused():
         ({"dropout_rate": 0.5}, ValueError, "dropout_rate=0.5 needs a dropout_seed"),
         ({"shapes": {"query": (1, 8, 3, 6)}}, ValueError, "query has 3 heads and key has 2"),
         ({"query_offset": jnp.int32(1)}, TypeError, "query_offset is an array: the reference takes an integer"),
+        ({"scale": np.nan}, ValueError, "scale=nan must be 0, or between"),
+        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap=-1.0 must be positive"),
     ],
     ids=str,
 )

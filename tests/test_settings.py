@@ -100,11 +100,13 @@ def test_vmap_along_an_axis_of_the_mesh(arrays, documents, kind):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
-def test_a_scan_over_decoding_steps_on_an_explicit_mesh():
-    mesh = make_mesh(AxisType.Explicit, data=2, seq=4)
+@pytest.mark.quick("sizes0")
+@pytest.mark.parametrize("sizes", [{"data": 2, "seq": 4}, {"data": 2}])
+def test_a_scan_over_decoding_steps_on_an_explicit_mesh(sizes):
+    mesh = make_mesh(AxisType.Explicit, **sizes)
     with jax.set_mesh(mesh):
         attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, decode=True, rngs=nnx.Rngs(0))
-        attention.init_cache((2, 32, 32), spec=P("data", "seq"))
+        attention.init_cache((2, 32, 32), spec=P(*sizes))
         inputs = np.random.default_rng(0).normal(size=(5, 2, 1, 32)).astype(np.float32)
         graph, state = nnx.split(attention)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
 from ringjax._definition.branch import MAX_POSITIONS
@@ -64,11 +64,15 @@ def make_cache(
 ) -> Cache:
     """Returns the cache of no tokens, on a mesh if there is one; `spec` says how queries lie on it."""
     mesh, num_shards = find_axis(mesh, axis_name)
+    rows_axis = None if mesh is None else axis_name
+    if mesh is None and spec is not None:  # batch and heads may lie on a mesh without the sequence's axis
+        context = get_abstract_mesh()
+        mesh = None if context.empty or context.manual_axes else context
 
     def zeros(width: int) -> tuple[Array, ...]:
         heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
         rows = num_rows(pattern, max_length, num_shards)
         shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
-        return tuple(sharded_zeros(shape, dtype, mesh, axis_name, spec) for shape in shapes)
+        return tuple(sharded_zeros(shape, dtype, mesh, rows_axis, spec) for shape in shapes)
 
     return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0), jnp.int32(max_length))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ringjax._definition import dropout
-from ringjax._definition.arguments import check_arrays, read_seed
+from ringjax._definition.arguments import check_arrays, check_numbers, read_seed
 from ringjax._definition.branch import Branch
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
@@ -80,8 +80,8 @@ def dilated_attention_reference(
       least. A row that no branch covers is zero, with an lse of minus infinity and zero gradient.
 
     Raises:
-      ValueError: for a wrong pattern, see :class:`DilatedPattern`; shapes that disagree, heads that do not divide, or
-        dropout without a seed.
+      ValueError: for a wrong pattern, see :class:`DilatedPattern`; shapes that disagree, heads that do not divide, a
+        number out of its range, or dropout without a seed.
       TypeError: for a `query_offset` that is an array, and arguments of another dtype.
 
     Example:
@@ -93,6 +93,7 @@ def dilated_attention_reference(
         raise TypeError("query_offset is an array: the reference takes an integer, known when the call is traced")
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
+    check_numbers(scale, logits_soft_cap, dropout_rate, query_offset)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale

@@ -16,9 +16,9 @@ from ringjax._mesh.placement import find_placement
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def sharded_zeros(
-    shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str, spec: P | None = None
+    shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str | None, spec: P | None = None
 ) -> Array:
-    """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if there is one.
+    """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if one is named.
 
     Their batch and heads are sharded as `spec` says of queries; heads that these axes do not divide are whole.
     """
