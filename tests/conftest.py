@@ -7,11 +7,6 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-# Less than half the compile time; that fusions are not to be built through MLIR only an older XLA can be told.
-flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-flags += ["--xla_cpu_parallel_codegen_split_count=1"]  # the other cores have tests of their own
-flags += ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []
-os.environ["XLA_FLAGS"] = " ".join(flags)
 # Compiling for TPUs on a machine without one.
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -22,7 +17,6 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_x64", True)
 
 # The modules with shapes in their annotations; of the rest, integers, the type checker sees all that there is to see.
 ROOT = Path(__file__).parent.parent
@@ -43,7 +37,20 @@ ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "s
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tenth", action="store_true", help="of the tests of numbers, run every tenth quick one")
+    help = "of the tests of numbers, run every tenth quick one, with the flags of XLA that users have and x64 off"
+    parser.addoption("--tenth", action="store_true", help=help)
+
+
+def pytest_configure(config):
+    """Sets what makes the tests quick, and float64 available, before jax starts."""
+    if config.getoption("--tenth"):
+        return
+    jax.config.update("jax_enable_x64", True)
+    # Less than half the compile time; that fusions are not to be built through MLIR only an older XLA can be told.
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+    flags += ["--xla_cpu_parallel_codegen_split_count=1"]  # the other cores have tests of their own
+    flags += ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
@@ -51,8 +58,8 @@ def pytest_collection_modifyitems(config, items):
     mark_wide_cases(items, are_all=not any("::" in argument for argument in config.args))
     if config.getoption("--tenth"):
         rest = [item for item in items if item.path.stem.removeprefix("test_") not in ALWAYS]
-        quick = [item for item in rest if item.get_closest_marker("wide") is None]
-        left_out = set(rest) - set(quick[::10])
+        quick = [item for item in rest if not {"wide", "x64"} & {mark.name for mark in item.iter_markers()}]
+        left_out = {*rest} - {*quick[::10]} | {item for item in items if item.get_closest_marker("x64")}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 

@@ -98,6 +98,7 @@ def test_an_offset_may_be_an_array_of_numpy(unchecked):
     assert shape.shape == (1, 8, 4, 5)
 
 
+@pytest.mark.x64
 def test_the_order_of_documents_of_other_processes_is_promised(monkeypatch):
     """Their numbers cannot be read: no promise is found broken, nor kept."""
     ids = jnp.zeros((1, 8), jnp.int64)

@@ -454,6 +454,7 @@ def test_dropout_draws_are_independent():
     np.testing.assert_array_equal(broadcast[0, 0], one[0, 0])
 
 
+@pytest.mark.x64
 def test_seeds():
     """An integer, an array of one, and a key of jax.random, typed or not."""
     for same in (np.int32(5), jnp.int32(5), jnp.uint8(5)):

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import assert_close, loss, make_mesh, random_arguments, reference_results, ring_results, with_gradients
+from oracle import (
+    assert_close,
+    loss,
+    make_mesh,
+    random_arguments,
+    reference_results,
+    ring_results,
+    tolerance,
+    with_gradients,
+)
 
 from ringjax import Segments, Window, nn, ring_dilated_attention
 from ringjax._kernels import cudnn, fused
@@ -309,7 +318,7 @@ def test_pairs_that_are_masked_or_weighted_one_by_one(kernel, arguments, words):
     )
     with pytest.raises(ValueError, match=f"implementation='cudnn' cannot serve: .*{words}"):
         call(*arrays, implementation="cudnn")
-    np.testing.assert_allclose(call(*arrays), call(*arrays, implementation="xla"), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(call(*arrays), call(*arrays, implementation="xla"), rtol=0, atol=tolerance())
     # The first branch of a union, or of sorted documents, is served.
     assert bool(kernel.calls) == ("merge" in arguments or words.startswith("the branch"))
 
@@ -365,7 +374,7 @@ def test_under_vmap_and_in_a_module(kernel):
         )
         for name in ("cudnn", "xla")
     }
-    np.testing.assert_allclose(modules["cudnn"](inputs), modules["xla"](inputs), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(modules["cudnn"](inputs), modules["xla"](inputs), rtol=0, atol=tolerance(1e-12))
 
 
 # cuDNN's kernel itself: what can be known of it without a GPU.
@@ -536,9 +545,9 @@ def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
             grads = [kernel.differentiate(queries, Keys(key, value), pairs, 0.5) for kernel in kernels]
             return outs, grads
 
-        for (found, expected), tolerance in zip(results(some), (1e-6, 1e-5), strict=True):
+        for (found, expected), atol in zip(results(some), (1e-6, 1e-5), strict=True):
             for one, other in zip(found, expected, strict=True):
-                np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+                np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
 
 def test_one_sequence_that_is_too_large(monkeypatch):

@@ -14,6 +14,7 @@ from oracle import (
     random_arguments,
     reference_results,
     ring_results,
+    tolerance,
     with_gradients,
 )
 
@@ -84,7 +85,7 @@ def test_mesh_of_the_context(mesh):
         check(ring_loss, place(arrays, mesh), arrays)
         out = jax.jit(functools.partial(ring_dilated_attention, **ARGUMENTS))(*arrays)  # not sharded yet
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "seq")), out.ndim)
-    np.testing.assert_allclose(out, reference_results(arrays, **ARGUMENTS)[0], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(out, reference_results(arrays, **ARGUMENTS)[0], rtol=0, atol=tolerance())
 
 
 @pytest.mark.quick("auto")
@@ -93,8 +94,8 @@ def test_mesh_argument_and_eager_call(mesh):
     expected = reference_results(arrays, **ARGUMENTS)
     out, lse = ring_dilated_attention(*place(arrays, mesh), mesh=mesh, return_residual=True, **ARGUMENTS)
     assert tuple(out.sharding.spec)[:2] == ("data", "seq")
-    np.testing.assert_allclose(out, expected[0], rtol=0, atol=1e-9)
-    np.testing.assert_allclose(lse, expected[1], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(out, expected[0], rtol=0, atol=tolerance())
+    np.testing.assert_allclose(lse, expected[1], rtol=0, atol=tolerance())
     with jax.set_mesh(mesh):
         assert_close(with_gradients(ring_loss)(*place(arrays, mesh)), expected)
 

@@ -33,6 +33,7 @@ def encode(encoder, name, dtype=jnp.float32):
     return jax.device_get(nnx.jit(lambda encoder, *arrays: encoder(*arrays))(encoder, *arrays))
 
 
+@pytest.mark.x64
 @pytest.mark.quick("61 tiles-1-None-float64", "61 tiles-8-AxisType.Explicit-float32")
 @pytest.mark.parametrize(
     ("name", "devices", "kind", "dtype"),

@@ -35,6 +35,7 @@ def test_a_run_writes_all_that_it_promises(undisturbed):
     np.testing.assert_allclose(np.average(bits, weights=count), float(last["held_out_bits_per_byte"]), rtol=1e-6)
 
 
+@pytest.mark.x64
 def test_losses_by_position():
     """The first token of a document is at position 1; padding is none."""
     document_ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, -1], [3, -1, 4, 4, -1, -1, -1, -1, -1, -1]])
