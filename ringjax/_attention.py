@@ -253,6 +253,7 @@ def ring_dilated_attention(
         num_devices=placement.num_shards,
         batch=math.prod(batch),
         num_heads=num_heads,
+        num_unmapped=placement.num_unmapped,
         document_itemsize=0 if documents[0] is None else documents[0].dtype.itemsize,
         is_causal=bool(is_causal),
         exchange_size=None if exchange_size is None else int(exchange_size),
@@ -265,7 +266,8 @@ def ring_dilated_attention(
     if 0 in query.shape[:-3]:
         out, lse = _nothing(query, key, value)
     else:
-        out, lse = _attend(query, key, value, sinks, Context(*documents, seed, moving_offset), plan)
+        context = Context(*documents, seed, moving_offset)
+        out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(return_residual))
     return (out, lse) if return_residual else out
 
 
@@ -317,13 +319,15 @@ def _nothing(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
     return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+# An lse that nobody asked for is not returned: it may be minus infinity, which jax reports to who looks for that.
+@functools.partial(jax.jit, static_argnames=("plan", "has_lse"))
 def _attend(
-    query: Array, key: Array, value: Array, sinks: Array | None, context: Context, plan: Plan
-) -> tuple[Array, Array]:
+    query: Array, key: Array, value: Array, sinks: Array | None, context: Context, plan: Plan, has_lse: bool
+) -> tuple[Array, Array | None]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
     kinds = zip(context, Context.KINDS, strict=True)
     laid_out = (None if array is None else lay_out(array, kind) for array, kind in kinds)
     results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), Context(*laid_out), plan)
     out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
-    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+    return out, lse if has_lse else None

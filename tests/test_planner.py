@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 from oracle import make_mesh, random_arguments
 
 import ringjax
@@ -337,6 +338,21 @@ def test_the_lighter_side_travels_also_where_dtypes_differ(of_query, of_keys, qu
         jax.eval_shape(attend, *map(shape, (of_query, of_keys, of_keys)))
     (schedule,) = records[0].call.implement(records[0].call.schedules("ring"))
     assert schedule.queries_travel == queries_travel
+
+
+def test_blocks_fit_the_batches_and_heads_of_a_shard():
+    """Where the compiler cuts them, too, unseen: over Auto axes that nothing else says a word of."""
+
+    def rows(spec, **sizes):
+        shape = jax.ShapeDtypeStruct((64, 1024, 32, 16), jnp.float32)
+        attend = functools.partial(ringjax.ring_dilated_attention, pattern=[Segments(1024)], spec=spec)
+        with recording() as records:
+            jax.eval_shape(functools.partial(attend, mesh=make_mesh(**sizes)), shape, shape, shape)
+        return records[0].call.max_block_rows
+
+    of_shards = rows(P("data", "seq", "tensor"), data=2, seq=2, tensor=2)
+    assert rows(None, data=2, seq=2, tensor=2) == of_shards == 128
+    assert rows(None, seq=2) == 64
 
 
 def test_messages_that_devices_copy_themselves_are_not_hidden():

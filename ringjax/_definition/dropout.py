@@ -26,7 +26,10 @@ def make_seed(seed: Any) -> UInt[Array, "2"]:
 
 
 def make_stream(
-    seed: UInt[Array, "2"], batch: Integer[Array, "*#X"], head: Integer[Array, "*#X"], position: Integer[Array, "*#X"]
+    seed: UInt[Array, "2 *#X"],
+    batch: Integer[Array, "*#X"],
+    head: Integer[Array, "*#X"],
+    position: Integer[Array, "*#X"],
 ) -> tuple[UInt[Array, "*X"], UInt[Array, "*X"]]:
     """Returns the start and the step of the streams of queries, given by numbers that broadcast."""
     states = []

@@ -41,6 +41,7 @@ class Call:
       num_devices: the devices along the sequence.
       batch: the sequences of a device.
       num_heads: its query heads.
+      num_unmapped: the devices over which the compiler may cut these sequences and heads once more.
       document_itemsize: the bytes of the number of a document, 0 without documents.
       is_causal: whether queries see no later keys.
       exchange_size: how many devices exchange, where the caller says so.
@@ -55,6 +56,7 @@ class Call:
     num_devices: int
     batch: int
     num_heads: int
+    num_unmapped: int
     document_itemsize: int
     is_causal: bool
     exchange_size: int | None
@@ -85,7 +87,9 @@ class Call:
         if self.request.block_size is not None:
             return self.request.block_size
         share_cache = self.request.platform == "cpu" and self.num_devices > 1
-        return choose_block_size(self.batch * self.num_heads, self.request.query.dtype.itemsize, share_cache)
+        # If those axes cut nothing, tiles are only larger than they need be.
+        batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)
+        return choose_block_size(batch_heads, self.request.query.dtype.itemsize, share_cache)
 
     def schedules(self, strategy: str, only: int | None = None) -> Schedules:
         """Returns the schedule of each branch with this strategy, or of one alone, before implementations take it."""

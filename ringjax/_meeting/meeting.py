@@ -31,16 +31,17 @@ from ringjax._schedule.side import Side
 
 
 class Noise(NamedTuple):
-    """What the dropout of a branch is drawn from: the seed, and the global numbers of batches and query heads."""
+    """What the dropout of a branch is drawn from: the seeds, and the global numbers of batches and query heads."""
 
-    seed: UInt[Array, "2"]
+    seed: UInt[Array, "B 2"]
     batch: Int[Array, "B"]
     head: Int[Array, "K G"]
 
     def stream(self, token: UInt[Array, "I C O R"]) -> tuple[UInt[Array, "I B C K G R"], UInt[Array, "I B C K G R"]]:
         """Returns the start and the step of the stream of each row of queries."""
         batch, head = self.batch[:, None, None, None, None], self.head[..., None]
-        return dropout.make_stream(self.seed, batch, head, token[:, None, :, :, None])
+        seed = self.seed.T.reshape(2, *batch.shape)
+        return dropout.make_stream(seed, batch, head, token[:, None, :, :, None])
 
 
 class Tiles(NamedTuple):

@@ -30,6 +30,11 @@ def cuts_of(spec: P, ndim: int) -> Cuts:
     return Cuts(tuple(batch), length, heads, width)
 
 
+def cut_of_batch(array: Array) -> Axes:
+    """Returns the mesh axes that cut the first dimension of an array, as its type says."""
+    return next(iter(axes_of(jax.typeof(array).sharding.spec)), ())
+
+
 def reshard(array: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
     """Gives an array the type that a spec says, of the Explicit axes of a mesh, and constrains it to the Auto ones."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

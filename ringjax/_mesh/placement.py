@@ -20,9 +20,10 @@ class Placement(NamedTuple):
 
     `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
     that shard_map has to make manual. It is empty where there is no mesh, or where the caller's own shard_map has made
-    all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions. `unmapped` holds the Auto
-    axes of several devices that are not mapped: what they cut, the compiler decides. The `platform` has the name that
-    programs are lowered for: "cuda", not "gpu". Until the call is lowered, one that is not known is jax's default one.
+    all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions; the first `num_vmaps` of
+    the batch dimensions are instances of vmaps. `unmapped` holds the Auto axes of several devices that are not mapped,
+    `num_unmapped` devices: what they cut, the compiler decides. The `platform` has the name that programs are lowered
+    for: "cuda", not "gpu". Until the call is lowered, one that is not known is jax's default one.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -36,6 +37,8 @@ class Placement(NamedTuple):
     unmapped: Axes = ()
     platform: str = "cpu"
     is_platform_known: bool = True
+    num_vmaps: int = 0
+    num_unmapped: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -45,8 +48,8 @@ class Placement(NamedTuple):
 
     def block(self, array: Array) -> tuple[int, ...]:
         """Returns the shape [*batch, heads] that a shard has of queries, as far as sizes and axes are known."""
-        batch = self.batch or ((),) * (array.ndim - 3)
-        cuts = [math.prod(self.mesh.shape[axis] for axis in axes) if self.mesh else 1 for axes in (*batch, self.heads)]
+        axes = (*self.batch, self.heads)
+        cuts = [math.prod(self.mesh.shape[axis] for axis in of_one) if self.mesh else 1 for of_one in axes]
         sizes = (size if isinstance(size, int) else 1 for size in (*array.shape[:-3], array.shape[-2]))
         return tuple(size // cut for size, cut in zip(sizes, cuts, strict=True))
 
@@ -67,8 +70,8 @@ class Placement(NamedTuple):
     def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
         """Returns the function of shards as one of whole arrays.
 
-        "q" is laid out as queries are, "k" as keys, "d" as queries without heads, and "r" is the same everywhere; of
-        "Q" and "K" each device has the whole length.
+        "q" is laid out as queries are, "k" as keys, "d" as queries without heads, "i" as the instances of vmaps, and
+        "r" is the same everywhere; of "Q" and "K" each device has the whole length.
         """
         if self.mesh is None:
             return function
@@ -85,10 +88,14 @@ class Placement(NamedTuple):
     def lay_out(self, array: Array, kind: str) -> Array:
         """Pads an array's length to equal shards, and gives it the sharding that `map` takes."""
         axis = array.ndim - (3 if kind in "qk" else 1)
-        padding = -array.shape[axis] % self.num_shards if self.axis_name in self.mapped and kind != "r" else 0
+        padding = -array.shape[axis] % self.num_shards if self.axis_name in self.mapped and kind not in "ri" else 0
         if padding:
             array = jnp.pad(array, [(0, padding if dim == axis else 0) for dim in range(array.ndim)])
         return self.reshard(array, kind)
+
+    def with_instances(self, axes: Axes) -> "Placement":
+        """Returns the placement of all instances of a vmap, which these axes cut."""
+        return self._replace(batch=(axes, *self.batch), num_vmaps=self.num_vmaps + 1)
 
     def take_back(self, array: Array, length: int, axis: int) -> Array:
         """Cuts the padding off a result that is laid out as queries are."""
@@ -99,8 +106,8 @@ class Placement(NamedTuple):
         return jax.lax.slice_in_dim(array, 0, length, axis=axis)
 
     def _spec(self, kind: str, is_length_sharded: bool = True) -> P:
-        if kind == "r":
-            return P()
+        if kind in "ri":
+            return P(*(axes or None for axes in self.batch[: self.num_vmaps if kind == "i" else 0]))
         is_length_sharded, kind = is_length_sharded and kind.islower(), kind.lower()
         length = self.axis_name if is_length_sharded and self.axis_name in self.mapped else None
         heads = {"q": [self.heads or None], "k": [self.kv_heads or None], "d": []}[kind]
@@ -138,7 +145,8 @@ def find_placement(
             raise ValueError(
                 f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
             )
-        return Placement(platform=platform, is_platform_known=is_platform_known)
+        batch = ((),) * (query.ndim - 3)
+        return Placement(batch=batch, platform=platform, is_platform_known=is_platform_known)
 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
@@ -152,6 +160,11 @@ def find_placement(
     _check_cuts(cuts, axis_name)
     typed = lambda axes: tuple(axis for axis in axes if axis in known)
     heads, *of_keys = (typed(cut.heads) for cut in cuts.values())
+    unmapped = {
+        name: mesh.shape[name]
+        for name, kind in types.items()
+        if kind == AxisType.Auto and name not in mapped and mesh.shape[name] > 1
+    }
     return Placement(
         mesh=mesh if mapped else None,
         axis_name=axis_name if has_axis else None,
@@ -160,13 +173,11 @@ def find_placement(
         batch=tuple(map(typed, cuts["query"].batch)),
         **_split_heads(mesh, heads, dict(zip(("key", "value"), of_keys, strict=True)), key.shape[-2]),
         is_explicit=bool(explicit),
-        unmapped=tuple(
-            name
-            for name, kind in types.items()
-            if kind == AxisType.Auto and name not in mapped and mesh.shape[name] > 1
-        ),
+        unmapped=tuple(unmapped),
         platform=platform,
         is_platform_known=is_platform_known,
+        num_vmaps=0,
+        num_unmapped=math.prod(unmapped.values()),
     )
 
 

@@ -14,7 +14,6 @@ from ringjax._mesh.axes import axes_of, cuts_of, reshard
 from ringjax._mesh.placement import find_placement
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def sharded_zeros(
     shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, axis_name: str | None, spec: P | None = None
 ) -> Array:
@@ -22,12 +21,19 @@ def sharded_zeros(
 
     Their batch and heads are sharded as `spec` says of queries; heads that these axes do not divide are whole.
     """
-    zeros = jnp.zeros(shape, dtype)
     if mesh is None:
-        return zeros
+        return jnp.zeros(shape, dtype)
     batch, _, heads, _ = cuts_of(P() if spec is None else spec, len(shape))
     fits = shape[-2] % math.prod(mesh.shape[axis] for axis in heads) == 0
     spec = P(*(axes or None for axes in batch), axis_name, heads if fits and heads else None)
+    if isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:  # it alone says on which devices to run
+        return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=NamedSharding(mesh, spec))(shape, dtype)
+    return _constrained_zeros(shape, dtype, mesh, spec)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _constrained_zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh, spec: P) -> Array:
+    zeros = jnp.zeros(shape, dtype)
     if AxisType.Explicit in mesh.axis_types:
         return reshard(zeros, mesh, spec)
     return jax.lax.with_sharding_constraint(zeros, NamedSharding(mesh, spec))

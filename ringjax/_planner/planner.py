@@ -122,6 +122,7 @@ def plan(
         num_devices=sizes[axis_name],
         batch=batch_size // batch_parts,
         num_heads=num_heads // head_parts,
+        num_unmapped=1,
         document_itemsize=4 * ("document_ids" in features),
         is_causal=bool(is_causal),
         exchange_size=None if exchange_size is None else int(exchange_size),

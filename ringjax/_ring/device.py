@@ -23,11 +23,11 @@ class Context(NamedTuple):
     `KINDS` says how each lies on the mesh, as `Placement.map` takes it.
     """
 
-    KINDS = "ddrr"
+    KINDS = "ddir"
 
     query_documents: Int[Array, "*B T"] | None = None
     key_documents: Int[Array, "*B S"] | None = None
-    seed: UInt[Array, "2"] | None = None
+    seed: UInt[Array, "*instances 2"] | None = None
     query_offset: Integer[Array, ""] | None = None
 
     @property

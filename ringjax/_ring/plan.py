@@ -14,6 +14,7 @@ from ringjax._meeting.meeting import Noise
 from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import BranchHeads, Rows, pick
 from ringjax._meeting.softmax import Weighting
+from ringjax._mesh.axes import Axes
 from ringjax._mesh.placement import Placement
 from ringjax._ring.exchange import Exchange
 from ringjax._ring.ways import Ways
@@ -39,9 +40,9 @@ class Plan:
     elsewhere: Schedules | None = None
     exchange_size: int = 1
 
-    def with_batch(self) -> "Plan":
-        """Returns the plan of arrays with one more batch dimension, before the others, that no axis cuts."""
-        return dataclasses.replace(self, placement=self.placement._replace(batch=((), *self.placement.batch)))
+    def with_batch(self, axes: Axes) -> "Plan":
+        """Returns the plan of all instances of a vmap: these axes cut one more batch dimension, before the others."""
+        return dataclasses.replace(self, placement=self.placement.with_instances(axes))
 
     def at(self, query_offset: Array | None) -> "Plan":
         """Returns the plan of queries that begin at this position, where that was not known."""
@@ -130,17 +131,22 @@ class Plan:
         return first, head, is_member
 
     def noise(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> Noise | None:
-        """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads."""
+        """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads.
+
+        The instances of a vmap have a seed each, and number their batches each from zero.
+        """
         if seed is None or not self.weighting.dropout_rate:
             return None
+        num_vmaps = seed.ndim - 1
         batch = jnp.zeros((), jnp.int32)
-        for dimension, size in enumerate(batch_shape):
-            axes = self.placement.batch[dimension] if self.placement.batch else ()
+        for size, axes in zip(batch_shape[num_vmaps:], self.placement.batch[num_vmaps:], strict=True):
             index = jnp.arange(size, dtype=jnp.int32) + (jax.lax.axis_index(axes) * size if axes else 0)
             batch = batch[..., None] * (size * jax.lax.axis_size(axes)) + index
+        batch = jnp.broadcast_to(batch, batch_shape).reshape(-1)  # [B]
+        of_instances = jnp.expand_dims(seed, range(num_vmaps, len(batch_shape)))
+        seeds = jnp.broadcast_to(of_instances, (*batch_shape, 2)).reshape(-1, 2)  # [B, 2]
         head = self._head_part * num_heads + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
-        noise = Noise(seed, batch.reshape(-1), head)
-        return noise._replace(batch=batch.reshape(-1) * 0, head=head * 0) if self.broadcast_dropout else noise
+        return Noise(seeds, batch * 0, head * 0) if self.broadcast_dropout else Noise(seeds, batch, head)
 
     @staticmethod
     def implementation(schedule: BranchSchedule) -> Implementation:

@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from ringjax._definition.promotion import with_own_promotion
+from ringjax._mesh.axes import Axes, cut_of_batch
 from ringjax._ring.device import Backward, Context, device_backward, device_forward
 from ringjax._ring.plan import Plan
 
@@ -43,7 +44,7 @@ def _map_once(
 ) -> Any:
     """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
 
-    With a dropout seed, or with an offset for each instance, it is an ordinary vmap instead.
+    With an offset for each instance it is an ordinary vmap instead.
     """
 
     def run(plan: Plan, *arrays: Array | None) -> Any:
@@ -59,37 +60,63 @@ def _map_once(
 
     @folded.def_vmap
     def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
-        context, has_batch = (Context(*given[-len(Context._fields) :]) for given in (arrays, is_batched))
-        if context.seed is not None or has_batch.query_offset:
-            axes = jax.tree.map(lambda has: 0 if has else None, tuple(is_batched))
-            results = jax.vmap(functools.partial(run, plan), axes)(*arrays)
+        cuts = (cut_of_batch(array) for array, has in zip(arrays, is_batched, strict=True) if array is not None and has)
+        cut = next(filter(None, cuts), ())
+        if Context(*is_batched[-len(Context._fields) :]).query_offset:
+            results = _vmap(functools.partial(run, plan), is_batched, arrays, cut)
         else:
-            whole = tuple(map(functools.partial(_spread, size), inputs, arrays, is_batched))
-            results = _map(function, inputs, outputs, whole, plan.with_batch())
+            folded_plan = plan.with_batch(cut)
+            spread = functools.partial(_spread, size, folded_plan)
+            results = _map(function, inputs, outputs, tuple(map(spread, inputs, arrays, is_batched)), folded_plan)
         return results, jax.tree.map(lambda _: True, results)
 
     return folded(*arrays)
 
 
-def _spread(size: int, kind: str, array: Array | None, has_batch: Any) -> Array | None:
+def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: Any) -> Array | None:
     """Gives an array the batch dimension of a vmap, where it is not the same for all."""
-    if array is None or has_batch or kind == "r":
+    if array is None or kind == "r":
         return array
-    return jnp.broadcast_to(array, (size, *array.shape))
+    array = array if has_batch else jnp.broadcast_to(array, (size, *array.shape))
+    return plan.placement.reshard(array, kind)
+
+
+def _vmap(function: Callable[..., Any], is_batched: Any, arrays: Any, cut: Axes) -> Any:
+    refusal = NotImplementedError(
+        "query_offset differs between the instances of a jax.vmap that an axis of the mesh cuts: leave its "
+        "spmd_axis_name out, and shard no dimension that it maps along an Explicit axis"
+    )
+    if cut:
+        raise refusal
+    try:
+        return jax.vmap(function, [0 if has else None for has in is_batched])(*arrays)
+    except NameError as error:  # inside of shard_map jax does not know the name of the axis
+        raise refusal from error
 
 
 def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Plan) -> tuple[Any, Any]:
     arrays = query.value, key.value, value.value
     context = jax.tree.map(lambda array: array.value, context, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-    # Named, so that rematerialisation can keep them: then its second forward does not go around the ring.
     results: Any = ring_attention(*arrays, context, plan)
-    out, lse = map(checkpoint_name, results, ("ringjax_out", "ringjax_lse"))
-    return (out, lse), (*arrays, context, out, lse)
+    out, lse = results
+    # Named, so that rematerialisation can keep them: then its second forward does not go around the ring. What is kept
+    # has no infinity, which jax would report to who looks for them: it is that of rows that attend to nothing.
+    out, kept_lse = map(checkpoint_name, (out, jnp.maximum(lse, _lowest(lse))), ("ringjax_out", "ringjax_lse"))
+    return (out, _with_infinity(kept_lse)), (*arrays, context, out, kept_lse)
+
+
+def _lowest(lse: Array) -> float:
+    return float(jnp.finfo(lse.dtype).min)
+
+
+def _with_infinity(kept_lse: Array) -> Array:
+    return jnp.where(kept_lse == _lowest(kept_lse), -jnp.inf, kept_lse)
 
 
 @with_own_promotion
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    query, key, value, context, out, lse = residuals
+    query, key, value, context, out, kept_lse = residuals
+    lse = _with_infinity(kept_lse)
     # A result that nobody used has a symbol for its cotangent.
     out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
     return *_backward(Backward(query, key, value, out, lse, out_grad, lse_grad), context, plan), None
