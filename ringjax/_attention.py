@@ -3,21 +3,18 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Integer
 
 from ringjax._definition.arguments import (
     check_arrays,
-    check_choices,
-    check_numbers,
     check_positions,
-    check_precision,
     read_documents,
     read_order,
     read_seed,
@@ -30,48 +27,18 @@ from ringjax._definition.sinks import add_sinks, read_sinks
 from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import schedules_of
 from ringjax._forecast.machine import machine_of
-from ringjax._kernels.implementation import NAMES, ImplementationName
+from ringjax._kernels.implementation import ImplementationName
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting, accumulation_dtype
-from ringjax._mesh.mesh import check_mesh, find_mesh
+from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement, find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh
+from ringjax._options import Documents, Options, check_options
 from ringjax._recording import Record, record
 from ringjax._ring.device import Context
 from ringjax._ring.plan import Plan
 from ringjax._ring.rule import ring_attention
-from ringjax._schedule.strategy import STRATEGIES, Strategy, check_exchange_size
-
-Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
-
-
-class Options(TypedDict, total=False):
-    """The keyword arguments of `ring_dilated_attention`, but the one that its result's type depends on."""
-
-    pattern: DilatedPattern | Sequence[Branch] | None
-    segment_lengths: Sequence[int] | None
-    dilation_rates: Sequence[int] | None
-    is_causal: bool
-    scale: float | None
-    offsets: Offsets
-    merge: Merge
-    heads: Heads
-    document_ids: Documents | None
-    documents_are_sorted: bool | None
-    query_offset: Any
-    logits_soft_cap: float | None
-    sinks: Array | np.ndarray | None
-    dropout_rate: float
-    dropout_seed: Any
-    broadcast_dropout: bool
-    precision: Any
-    strategy: Strategy
-    exchange_size: int | None
-    implementation: ImplementationName | None
-    block_size: int | None
-    mesh: Mesh | AbstractMesh | None
-    axis_name: str
-    spec: PartitionSpec | None
+from ringjax._schedule.strategy import Strategy
 
 
 @overload
@@ -212,11 +179,23 @@ def ring_dilated_attention(
     """
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
-    check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
-    check_choices(is_causal, strategy, STRATEGIES, implementation, NAMES)
-    check_exchange_size(exchange_size, strategy)
-    check_precision(precision)
-    check_mesh(mesh, axis_name, spec)
+    check_options(
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=query_offset,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+        precision=precision,
+        return_residual=return_residual,
+        strategy=strategy,
+        exchange_size=exchange_size,
+        implementation=implementation,
+        block_size=block_size,
+        mesh=mesh,
+        axis_name=axis_name,
+        spec=spec,
+    )
     documents = read_documents(document_ids, query, key)
     is_sorted = read_order(documents_are_sorted, document_ids)
     sinks = read_sinks(sinks, query)

@@ -10,9 +10,11 @@ from jaxtyping import Array
 from ringjax._attention import ring_dilated_attention
 from ringjax._definition.branch import Branch
 from ringjax._definition.pattern import DilatedPattern, read_pattern
+from ringjax._options import check_options
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
+_OF_ARRAYS = {"document_ids", "sinks"}
 _OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
 
 
@@ -39,8 +41,8 @@ def attention_fn(
       mask, a bias, and whatever else it cannot honour is a ValueError when it is called, never ignored.
 
     Raises:
-      TypeError: for an option that there is not.
-      ValueError: for a wrong pattern, see :class:`DilatedPattern`.
+      TypeError: for an option that there is not, or of another type.
+      ValueError: for a wrong pattern, see :class:`DilatedPattern`, and a wrong option.
 
     Example:
       >>> from flax import nnx
@@ -56,6 +58,7 @@ def attention_fn(
         options.pop(name, usual) for name, usual in (("offsets", "interleaved"), ("merge", "lse"), ("heads", "all"))
     )
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
+    check_options(is_causal=is_causal, **{name: options[name] for name in options if name not in _OF_ARRAYS})
     return _Attend(pattern, is_causal, options)
 
 

@@ -16,20 +16,22 @@ from jaxtyping import Array, Float
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
-from ringjax._definition.arguments import check_choices, check_numbers, check_precision, read_order
 from ringjax._definition.counts import check_count, is_integer
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.rotary import rotary_embedding
-from ringjax._kernels.implementation import NAMES
 from ringjax._meeting.softmax import Weighting
-from ringjax._mesh.mesh import check_mesh
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
-from ringjax._schedule.strategy import STRATEGIES, check_exchange_size
+from ringjax._options import check_options
 
 # Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
 PositionEmbedding = Callable[[Array, Array, bool], Array]
+
+
+# The settings that are options of each call.
+OPTIONS = "is_causal", "logits_soft_cap", "dropout_rate", "broadcast_dropout", "documents_are_sorted", "precision"
+OPTIONS += "strategy", "exchange_size", "implementation", "mesh", "axis_name", "spec"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +79,7 @@ class Settings:
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
-        check_numbers(None, self.logits_soft_cap, self.dropout_rate)
-        read_order(self.documents_are_sorted)
-        check_choices(self.is_causal, self.strategy, STRATEGIES, self.implementation, NAMES)
-        check_precision(self.precision)
-        check_exchange_size(self.exchange_size, self.strategy)
-        check_mesh(self.mesh, self.axis_name, self.spec)
+        check_options(**{name: getattr(self, name) for name in OPTIONS})
         if theta is not None and not isinstance(theta, numbers.Real):
             raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
         if theta is not None and self.head_dim % 2:
@@ -137,27 +134,19 @@ class Settings:
     ) -> Float[Array, "*B T N H"]:
         """Computes attention of projected heads, in which their global positions are embedded."""
         query, key = self._embed(query, query_offset), self._embed(key, is_key=True)
+        options = {name: getattr(self, name) for name in OPTIONS}
+        options |= {} if dropout_seed is not None else {"dropout_rate": 0.0}
+        options |= {} if document_ids is not None else {"documents_are_sorted": None}
         out = ring_dilated_attention(
             query,
             key,
             value,
             pattern=self.pattern,
-            is_causal=self.is_causal,
             document_ids=document_ids,
-            documents_are_sorted=None if document_ids is None else self.documents_are_sorted,
             query_offset=query_offset,
-            logits_soft_cap=self.logits_soft_cap,
             sinks=sinks,
-            dropout_rate=0.0 if dropout_seed is None else self.dropout_rate,
             dropout_seed=dropout_seed,
-            broadcast_dropout=self.broadcast_dropout,
-            precision=self.precision,
-            strategy=self.strategy,
-            exchange_size=self.exchange_size,
-            implementation=self.implementation,
-            mesh=self.mesh,
-            axis_name=self.axis_name,
-            spec=self.spec,
+            **options,
         )
         return cast(Array, out)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ringjax._definition.arguments import check_arrays, check_numbers, check_positions, read_documents
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_causal
+from ringjax._definition.counts import check_flags
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.sinks import read_sinks
@@ -99,7 +99,7 @@ def attention_weights(
     if isinstance(query_offset, Tracer):
         raise TypeError("query_offset is traced: attention_weights takes an integer, known when the call is traced")
     check_numbers(scale, logits_soft_cap, 0.0, query_offset)
-    check_causal(is_causal)
+    check_flags(is_causal=is_causal)
     check_positions(query.shape[-3], key.shape[-3], int(query_offset))
     documents, sinks = read_documents(document_ids, query, key), read_sinks(sinks, query)
     rows = _read_rows(rows, query.shape[-3])

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import is_integer
+from ringjax._definition.counts import check_flags, is_integer
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
+    OPTIONS,
     PositionEmbedding,
     Settings,
     check_decoding,
@@ -144,6 +145,8 @@ class RingDilatedAttention(linen.Module):
             values = getattr(self, name)
             setattr(self, name, tuple(values) if isinstance(values, list) else values)
         super().__post_init__()
+        check_sinks(self.sinks)
+        check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
         # What is wrong is said when the module is made, whatever its inputs will be.
         _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
 
@@ -171,7 +174,6 @@ class RingDilatedAttention(linen.Module):
         """
         check_flax_arguments(mask, sow_weights)
         check_prefill(prefill, self.decode)
-        check_sinks(self.sinks)
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")
@@ -244,24 +246,6 @@ class RingDilatedAttention(linen.Module):
         return out
 
 
-_SAME_SETTINGS = (
-    "is_causal",
-    "rope_theta",
-    "position_embedding",
-    "logits_soft_cap",
-    "dropout_rate",
-    "broadcast_dropout",
-    "documents_are_sorted",
-    "precision",
-    "strategy",
-    "exchange_size",
-    "implementation",
-    "mesh",
-    "axis_name",
-    "spec",
-)
-
-
 # No method: Flax tabulates what methods return as if that were arrays.
 def _settings_of(module: RingDilatedAttention, in_features: int) -> Settings:
     return Settings(
@@ -271,5 +255,7 @@ def _settings_of(module: RingDilatedAttention, in_features: int) -> Settings:
         num_heads=module.num_heads,
         num_kv_heads=module.num_heads if module.num_kv_heads is None else module.num_kv_heads,
         qkv_features=in_features if module.qkv_features is None else module.qkv_features,
-        **{name: getattr(module, name) for name in _SAME_SETTINGS},
+        rope_theta=module.rope_theta,
+        position_embedding=module.position_embedding,
+        **{name: getattr(module, name) for name in OPTIONS},
     )

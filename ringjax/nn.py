@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._definition.branch import Branch
+from ringjax._definition.counts import check_flags
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
@@ -145,6 +146,7 @@ class RingDilatedAttention(nnx.Module):
         if isinstance(position_embedding, nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
         check_sinks(sinks)
+        check_flags(normalize_qk=normalize_qk, decode=decode, use_bias=use_bias, keep_rngs=keep_rngs)
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features

@@ -173,6 +173,7 @@ IDS = np.zeros((1, 8), np.int32)
             )
         ],
         ({"is_causal": "no"}, TypeError, "is_causal='no' must be True or False"),
+        ({"return_residual": "no"}, TypeError, "return_residual='no' must be True or False"),
         ({"mesh": "seq"}, TypeError, "mesh='seq' must be a mesh, such as jax.make_mesh"),
         ({"spec": "data"}, TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
         (

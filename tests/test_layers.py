@@ -23,7 +23,7 @@ FOLDERS = {
             "pattern": {"branch", "counts"},
             "arguments": {"branch", "counts", "dropout"},
             # A reference must not share bugs: it sees the pattern, what is dropped, and what is refused.
-            "reference": {"arguments", "branch", "dropout", "pattern", "promotion"},
+            "reference": {"arguments", "branch", "counts", "dropout", "pattern", "promotion"},
             "reach_warning": {"branch", "pattern", "warning"},
         },
     ),
@@ -106,11 +106,12 @@ FOLDERS = {
     "": (
         {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_ring", "_decoding", "_forecast"},
         {
+            "_options": set(),
             "_recording": set(),
-            "_attention": {"_recording"},
-            "_attention_fn": {"_attention"},
+            "_attention": {"_options", "_recording"},
+            "_attention_fn": {"_attention", "_options"},
             "_weights": set(),
-            "_heads": {"_attention"},
+            "_heads": {"_attention", "_options"},
             "linen": {"_heads"},
             "nn": {"_heads"},
         },
@@ -138,7 +139,7 @@ UPWARDS = {"_definition/pattern": "ringjax._planner.pictures"}
 WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
 WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]} | {"_forecast/machine", "_forecast/memory"}
 WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
-WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention"}
+WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
 WITH_AXES |= {"_planner/measure", "_planner/compiled"}
 
 

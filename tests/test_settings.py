@@ -229,12 +229,35 @@ def test_the_last_positions(unchecked):
         ({"num_heads": 0}, ValueError, "num_heads=0 must be a positive integer"),
         ({"num_heads": "4"}, ValueError, "num_heads='4' must be a positive integer"),
         ({"num_kv_heads": 1.5}, ValueError, "num_kv_heads=1.5 must be a positive integer"),
+        ({"broadcast_dropout": "no"}, TypeError, "broadcast_dropout='no' must be True or False"),
+        ({"use_bias": "no"}, TypeError, "use_bias='no' must be True or False"),
+        ({"normalize_qk": 1}, TypeError, "normalize_qk=1 must be True or False"),
+        ({"decode": "no"}, TypeError, "decode='no' must be True or False"),
     ],
     ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
 )
 def test_modules_check_when_they_are_made(arguments, error, words, unchecked):
+    options = {"num_heads": 4, **PATTERN, **arguments}
     with pytest.raises(error, match=words):
-        ringjax.RingDilatedAttention(**{"num_heads": 4, **PATTERN, **arguments}, in_features=32, rngs=nnx.Rngs(0))
+        ringjax.RingDilatedAttention(**options, in_features=32, rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=words):
+        ringjax.linen.RingDilatedAttention(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"strategy": "tree"}, ValueError, "strategy='tree' is unknown"),
+        ({"is_causal": "no"}, TypeError, "is_causal='no' must be True or False"),
+        ({"query_offset": -1}, ValueError, "query_offset=-1 must not be negative"),
+        ({"mesh": "seq"}, TypeError, "mesh='seq' must be a mesh"),
+        ({"width": 3}, TypeError, "attention_fn has no option 'width'"),
+    ],
+    ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
+)
+def test_the_function_for_slots_checks_when_it_is_made(arguments, error, words, unchecked):
+    with pytest.raises(error, match=words):
+        ringjax.attention_fn(**{**PATTERN, **arguments})
 
 
 def test_modules_are_told_whether_they_have_sinks(unchecked):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, UInt
 
 from ringjax._definition import dropout
 from ringjax._definition.branch import MAX_POSITIONS
-from ringjax._definition.counts import check_causal, is_integer
+from ringjax._definition.counts import is_integer
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
@@ -87,13 +87,12 @@ def check_numbers(
         raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
 
 
-def check_choices(is_causal: Any, strategy: Any, strategies: Any, implementation: Any, implementations: Any) -> None:
+def check_choices(strategy: Any, strategies: Any, implementation: Any, implementations: Any) -> None:
     """Checks the arguments that name one of several ways.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    check_causal(is_causal)
     if strategy not in strategies:
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, strategies))}")
     if implementation is not None and implementation not in implementations:

@@ -21,11 +21,12 @@ def check_count(name: str, number: Any) -> None:
         raise ValueError(f"{name}={number!r} must be a positive integer")
 
 
-def check_causal(is_causal: Any) -> None:
-    """Checks whether queries see later keys.
+def check_flags(**flags: Any) -> None:
+    """Checks what is true or false: most other values would count as true.
 
     Raises:
-      TypeError: if that is neither true nor false.
+      TypeError: naming the argument and its value.
     """
-    if not isinstance(is_causal, bool | np.bool_):
-        raise TypeError(f"is_causal={is_causal!r} must be True or False")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}={flag!r} must be True or False")

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from ringjax._definition.branch import Branch, Segments, spaced_tokens
-from ringjax._definition.counts import check_causal, check_count, is_integer
+from ringjax._definition.counts import check_count, check_flags, is_integer
 
 Offsets = Literal["interleaved", "blocked", "branch"]
 Merge = Literal["lse", "union"]
@@ -175,7 +175,7 @@ class DilatedPattern:
         """
         check_count("length", length)
         check_count("num_kv_heads", num_kv_heads)
-        check_causal(is_causal)
+        check_flags(is_causal=is_causal)
         query, branches = spaced_tokens(length), self.within(length, num_kv_heads)
         first, last = min(branches, key=lambda branch: branch.extent).seen(query)
         in_any_head = np.zeros(len(query), bool)
@@ -224,7 +224,7 @@ class DilatedPattern:
         Raises:
           TypeError: if `is_causal` is neither true nor false.
         """
-        check_causal(is_causal)
+        check_flags(is_causal=is_causal)
         query = query_offset + np.arange(length)[:, None]
         key = np.arange(length if key_length is None else key_length)
         count = np.zeros((num_kv_heads, len(query), len(key)), dtype=np.int64)
@@ -264,7 +264,7 @@ class DilatedPattern:
         for name, number in counts.items():
             if not (name == "num_devices" and number is None):
                 check_count(name, number)
-        check_causal(is_causal)
+        check_flags(is_causal=is_causal)
         if not (is_integer(head) and 0 <= head < num_kv_heads):
             raise ValueError(f"head={head!r} must be one of the num_kv_heads={num_kv_heads} heads, from 0 on")
         from ringjax._planner.pictures import plot_pattern  # noqa: PLC0415 - which needs matplotlib, an extra

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from ringjax._definition import dropout
 from ringjax._definition.arguments import check_arrays, check_numbers, read_seed
 from ringjax._definition.branch import Branch
+from ringjax._definition.counts import check_flags
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
 
@@ -94,6 +95,7 @@ def dilated_attention_reference(
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset)
+    check_flags(is_causal=is_causal, broadcast_dropout=broadcast_dropout, return_residual=return_residual)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale

@@ -10,7 +10,7 @@ import numpy as np
 
 from ringjax._definition.arguments import DTYPES, check_choices
 from ringjax._definition.branch import MAX_POSITIONS, Branch
-from ringjax._definition.counts import check_count, is_integer
+from ringjax._definition.counts import check_count, check_flags, is_integer
 from ringjax._definition.pattern import DilatedPattern, read_pattern
 from ringjax._forecast.call import Call
 from ringjax._forecast.machine import Machine, find_machine
@@ -93,7 +93,8 @@ def plan(
         raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    check_choices(is_causal, "auto", STRATEGIES, implementation, NAMES)
+    check_flags(is_causal=is_causal, has_gradient=has_gradient)
+    check_choices("auto", STRATEGIES, implementation, NAMES)
     check_exchange_size(exchange_size, "auto")
     sizes = _read_mesh(mesh, axis_name)
     head_axes = (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
