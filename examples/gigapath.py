@@ -25,7 +25,7 @@ from distribution import make_mesh, on_all_devices, parse_mesh
 from finetune import Settings, read_labels
 from finetune import run as run_finetuning
 from flax import nnx
-from options import in_options
+from options import Formatter, in_options
 from slide_encoder import SlideEncoder
 from slides import Slide, read_slide, read_weights, synthetic_slide
 
@@ -40,7 +40,7 @@ STRATEGIES = ("ring", "all_gather", "all_to_all", "auto")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--weights", type=Path, help="a checkpoint of the slide encoder; random weights by default")
     add("--tiles", type=Path, help=f"a slide's tiles; a synthetic slide of {NUM_TILES} by default")

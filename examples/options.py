@@ -9,6 +9,18 @@ from ringjax import Segments, Window
 KINDS = {"segments": Segments, "window": Window}
 
 
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults that there are, where the help says no word of them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        is_said = action.help is None or "by default" in action.help
+        if is_said or any(default is nothing for nothing in (None, False, argparse.SUPPRESS)):
+            return action.help
+        text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        return f"{action.help} (default: {text})"
+
+
 def positive(text: str) -> int:
     """Parses a positive number."""
     if not text.isdecimal() or int(text) < 1:

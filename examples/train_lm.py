@@ -42,7 +42,7 @@ from distribution import TOKENS, check_fits, join, local_region, make_mesh, pars
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from metrics import COLUMNS, POSITIONS, Metrics, Row, plot, read_positions
-from options import in_options, positive, seed
+from options import Formatter, in_options, positive, seed
 from tqdm import tqdm
 from training import State, Trainer, define_model, first_not_finite, make_trainer
 
@@ -129,17 +129,6 @@ def learning_rate(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return number
-
-
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults that there are."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS):
-            return action.help
-        default = action.default
-        text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        return f"{action.help} (default: {text})"
 
 
 def integers(text: str) -> tuple[int, ...]:

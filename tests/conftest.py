@@ -4,7 +4,9 @@ import contextlib
 import fcntl
 import gc
 import os
+import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 # Compiling for TPUs on a machine without one.
@@ -18,8 +20,15 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
+ROOT = Path(__file__).resolve().parent.parent
+# What is tested is the package that is installed: the checkout comes last, for all that no wheel has.
+sys.path.sort(key=lambda folder: Path(folder).resolve() == ROOT)
+PACKAGE = Path(find_spec("ringjax").origin).parent
+read = lambda folder: {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
+if read(PACKAGE) != read(ROOT / "ringjax"):
+    raise pytest.UsageError(f"{PACKAGE} is not what this checkout has: install it anew, or with pip install -e")
+
 # The modules with shapes in their annotations; of the rest, integers, the type checker sees all that there is to see.
-ROOT = Path(__file__).parent.parent
 SOURCES = [path for path in (ROOT / "ringjax").rglob("*.py") if "from jaxtyping import" in path.read_text()]
 SHAPED = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES]
 assert {"ringjax._attention", "ringjax._meeting.softmax", "ringjax.nn"} <= {*SHAPED}

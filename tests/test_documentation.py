@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import draw_pattern
+import gigapath
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
@@ -178,6 +179,23 @@ def test_the_command_for_one_node_rings():
     # In and after the loop of the one branch that spans devices: keys, values, and the halves that are swapped.
     assert lowered.count("collective_permute") >= 2
     assert max(arguments.dilation_rates) <= arguments.heads
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (train_lm, "the peak; it warms up and then decays (default: 0.02)"),
+        (train_lm, "of the pattern's branches (default: 256,2048,8192)"),
+        (train_lm, "of the parameters and the order of the data (default: 0)"),
+        (draw_pattern, "length of the sequence (default: 32)"),
+        (draw_pattern, "LongNet's by default options: "),
+        (gigapath, "the tiles in pixels a side (default: 256)"),
+    ],
+)
+def test_the_help_shows_defaults(program, words, capsys):
+    with pytest.raises(SystemExit):
+        program.parse_arguments(["--help"])
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_picture_is_that_of_its_code(tmp_path, monkeypatch, capsys):

@@ -164,14 +164,6 @@ def test_the_batch_fills_the_mesh(mesh, sequences, text, tmp_path, monkeypatch):
     assert taken == [sequences]
 
 
-def test_the_help_shows_defaults(capsys):
-    with pytest.raises(SystemExit):
-        train_lm.main(["--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    assert "the peak; it warms up and then decays (default: 0.02)" in words
-    assert "of the pattern's branches (default: 256,2048,8192)" in words
-
-
 def test_wrong_text_is_refused(refused, text, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
