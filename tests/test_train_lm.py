@@ -2,8 +2,10 @@
 
 import contextlib
 import csv
+import re
 import shutil
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from flax import nnx
 from metrics import read_positions
 from training import Tensors, by_position, first_not_finite
 
+from benchmarks.environment import ROOT
 from benchmarks.training_runs import SMALL, losses
 
 
@@ -152,10 +155,16 @@ def test_a_run_that_goes_on_reads_its_flags(undisturbed, tmp_path, monkeypatch):
     assert [arguments.heads for arguments in seen] == [2, 2, 4]
 
 
-@pytest.mark.parametrize(("mesh", "sequences"), [("data=2,fsdp=2,seq=2,tensor=2", 4), ("seq=8", 1)])
-def test_the_batch_fills_the_mesh(mesh, sequences, text, tmp_path, monkeypatch):
+PAGES = ROOT / "README.md", *ROOT.glob("docs/*.md"), Path(train_lm.__file__)
+MESHES = {mesh for page in PAGES for mesh in re.findall(r"--mesh[\s,\"]+((?:\w+=\d+,?)+)", page.read_text())}
+
+
+@pytest.mark.parametrize("mesh", sorted(MESHES))
+def test_the_batch_fills_the_mesh(mesh, text, tmp_path, monkeypatch):
     """Every mesh of the documentation runs as it is written."""
-    taken = []
+    assert len(MESHES) >= 4
+    taken, axes = [], parse_mesh(mesh)
+    sequences = axes.get("data", 1) * axes.get("fsdp", 1)
     monkeypatch.setattr("train_lm.make_mesh", lambda *_: types.SimpleNamespace(shape=parse_mesh(mesh)))
     monkeypatch.setattr("train_lm.check_fits", lambda _, sizes: taken.append(sizes["--batch-size"][0]))
     monkeypatch.setattr("jax.set_mesh", lambda _: contextlib.nullcontext())
