@@ -1,6 +1,7 @@
 """What eight-device programs compile to: the hops of the schedule, the kept rows alone, memory that shrinks."""
 
 import contextlib
+import functools
 import itertools
 import time
 
@@ -337,3 +338,13 @@ def test_a_gradient_traces_the_forward_once(monkeypatch, is_set):
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         jax.jit(jax.grad(loss)).trace(array)
     assert len(traced) == 1
+
+
+def test_attention_of_jax_computes_all_pairs_of_its_queries():
+    """As the comparison with other libraries says: masked ones too, with all keys on each device."""
+    length, mesh = 8 * 37, make_mesh(seq=8)
+    shape = jax.ShapeDtypeStruct((1, length, HEADS, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P(None, "seq")))
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    text = jax.jit(attend).lower(shape, shape, shape).compile().as_text()
+    assert "all-gather" in text
+    assert f"f32[{HEADS},37,{length}]" in text

@@ -99,7 +99,8 @@ def test_figures_of_the_readme():
     rows = {
         "one device, to the least loop": "causal, T=8192",
         "ring of eight simulated devices": "ring over one device",
-        "the same ring": "ring over ringattention",
+        "the same ring, to `ringattention`": "ring over ringattention",
+        "the same ring, to `jax.nn.dot_product_attention`": "ring over dot_product_attention",
     }
     for text, name in rows.items():
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {text}"))

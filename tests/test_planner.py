@@ -355,6 +355,13 @@ def test_blocks_fit_the_batches_and_heads_of_a_shard():
     assert rows(None, seq=2) == 64
 
 
+@pytest.mark.parametrize(("device", "kernel"), [(None, "xla"), ("H100", "cudnn"), ("v5e", "mosaic")])
+def test_explain_asks_for_the_kernels_of_devices_that_are_not_here(device, kernel):
+    shape = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
+    explained = ringjax.explain(*3 * [shape], pattern=[Segments(8192)], mesh=make_mesh(seq=8), device=device)
+    assert f"Segments(length=8192, rate=1): {kernel}" in str(explained)
+
+
 def test_messages_that_devices_copy_themselves_are_not_hidden():
     comparison = plan([Segments(4096)], num_tokens=4096, num_heads=8, mesh=8, device="cpu", has_gradient=False)
     (ring,) = (one for one in comparison.forecasts if one.strategy == "ring")

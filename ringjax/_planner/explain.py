@@ -51,7 +51,7 @@ def explain(
       function: a function, a module, or a jitted one; or the query of :func:`ring_dilated_attention`, whose arguments
         are then the rest.
       *arguments: its arguments, arrays or :class:`jax.ShapeDtypeStruct`.
-      device: the device to forecast for, see :func:`plan`; by default that of the mesh.
+      device: the device to forecast for, and whose kernels may serve, see :func:`plan`; by default that of the mesh.
       **keywords: its keyword arguments.
 
     Returns:
@@ -113,7 +113,12 @@ def _key(call: Call) -> tuple[Any, ...]:
 
 def _compare(record: Record, device: str | Machine | None) -> Comparison:
     call, strategy, placement, _ = record
-    machine = machine_of(placement.platform, placement.device_kind) if device is None else find_machine(device)
+    if device is None:
+        machine = machine_of(placement.platform, placement.device_kind)
+    else:
+        machine = find_machine(device)
+        request = call.request._replace(platform=machine.platform, device_kind=machine.name)
+        call = dataclasses.replace(call, request=request)
     comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
     own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, machine), machine)
     return dataclasses.replace(comparison, forecasts=(own, *comparison.forecasts))
