@@ -75,14 +75,8 @@ class Placement(NamedTuple):
         """
         if self.mesh is None:
             return function
-        # A vmap takes its axis out of the mesh: then it must not be named. All others are named by naming none. Where
-        # the compiler has some of them, those are named that cut something, which the vmap's does in no instance.
-        if self.mapped == set(self.mesh.axis_names):
-            axis_names = frozenset()
-        else:
-            axis_names = self.mapped & {self.axis_name}.union(*self.batch, self.heads)
-            if not axis_names:
-                return function
+        # All axes are named by naming none: then a vmap along one of them can take it out.
+        axis_names = frozenset() if self.mapped == set(self.mesh.axis_names) else self.mapped
         return jax.shard_map(
             function,
             mesh=self.mesh,
