@@ -69,6 +69,22 @@ def test_kernels_for_tpus_are_compiled_under_x64():
     assert len({*re.findall(r"%(ringjax_\w+)", text)}) >= 3  # forward, and the two of the gradient
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ({"data": 1, "seq": 8}, (AxisType.Auto, AxisType.Auto)),
+        ({"data": 2, "seq": 4, "tensor": 1}, (AxisType.Explicit, AxisType.Explicit, AxisType.Auto)),
+    ],
+)
+def test_an_axis_of_one_device_stops_no_kernel(sizes, kinds):
+    """It cuts nothing, though the compiler has it; kernels take no axis that the compiler may cut along."""
+    mesh = make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices("v5e", "2x4"))
+    array = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
+    attend = functools.partial(ring_dilated_attention, pattern=[Segments(512)], mesh=mesh)
+    with jax.enable_x64(False):
+        assert "tpu_custom_call" in jax.jit(attend).lower(array, array, array).as_text()
+
+
 @pytest.mark.parametrize(("device", "chips"), [("v5e", 1), ("v5p", 8)])
 def test_plans_are_compiled_for_the_boxes_that_there_are(device, chips):
     """One chip has a host of its own, and a v5p's boxes have three dimensions."""

@@ -153,6 +153,8 @@ def find_placement(
     has_axis = axis_name in types
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
     mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
+    if mapped or has_axis:  # what has one device cuts nothing, but kernels take no axis that is the compiler's
+        mapped |= {name for name, kind in types.items() if kind == AxisType.Auto and mesh.shape[name] == 1}
     if spec is not None:
         _check_spec(spec, query, mesh, known)
     arrays = {"query": query, "key": key, "value": value}
