@@ -14,7 +14,7 @@ from ringjax._options import check_options
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
-_OF_ARRAYS = {"document_ids", "sinks"}
+_OF_ARRAYS = {"document_ids", "sinks"}  # checked in the call, with the arrays that they must fit
 _OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
 
 

@@ -192,7 +192,7 @@ def _kept(query: Any, key: Any, arguments: dict[str, Any]) -> Any:
 
 def tolerance(atol: float = 1e-9) -> float:
     """What results may differ by, in float64; where x64 is off, as users have it, arrays are of float32."""
-    return atol if jax.config.jax_enable_x64 else max(atol, 5e-5)
+    return atol if jax.config.jax_enable_x64 else max(atol, 2e-5)
 
 
 def assert_close(actual: Any, expected: Any, atol: float = 1e-9) -> None:

@@ -480,21 +480,6 @@ def test_slots_of_the_same_options_are_equal():
     assert with_arrays != make(sinks=np.ones(4, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [({"strategy": "tree"}, ValueError), ({"logits_soft_cap": 0.0}, ValueError), ({"spec": "seq"}, TypeError)],
-)
-@pytest.mark.parametrize("library", ["nnx", "linen"])
-def test_what_is_wrong_is_said_when_a_module_is_made(library, wrong, error):
-    (name,) = wrong
-    make = {
-        "nnx": lambda: ringjax.RingDilatedAttention(4, WIDTH, **PATTERN, **wrong, rngs=nnx.Rngs(0)),
-        "linen": lambda: ringjax.linen.RingDilatedAttention(4, **PATTERN, **wrong),
-    }
-    with pytest.raises(error, match=name):
-        make[library]()
-
-
 def test_attributes_are_those_of_flax():
     arguments = {"param_dtype": jnp.bfloat16, "use_bias": False, "normalize_qk": True}
     ours = ringjax.RingDilatedAttention(4, WIDTH, **PATTERN, **arguments, rngs=nnx.Rngs(0))

@@ -63,7 +63,7 @@ def _map_once(
         cuts = (cut_of_batch(array) for array, has in zip(arrays, is_batched, strict=True) if array is not None and has)
         cut = next(filter(None, cuts), ())
         if Context(*is_batched[-len(Context._fields) :]).query_offset:
-            results = _vmap(functools.partial(run, plan), is_batched, arrays, cut)
+            results = _vmap_offsets(functools.partial(run, plan), is_batched, arrays, cut)
         else:
             folded_plan = plan.with_batch(cut)
             spread = functools.partial(_spread, size, folded_plan)
@@ -81,7 +81,8 @@ def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: An
     return plan.placement.reshard(array, kind)
 
 
-def _vmap(function: Callable[..., Any], is_batched: Any, arrays: Any, cut: Axes) -> Any:
+def _vmap_offsets(function: Callable[..., Any], is_batched: Any, arrays: Any, cut: Axes) -> Any:
+    """Maps a function of all devices over instances, each with its own offset: one schedule does not serve all."""
     refusal = NotImplementedError(
         "query_offset differs between the instances of a jax.vmap that an axis of the mesh cuts: leave its "
         "spmd_axis_name out, and shard no dimension that it maps along an Explicit axis"
