@@ -14,7 +14,6 @@ from ringjax._options import check_options
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
-_OF_ARRAYS = {"document_ids", "sinks"}  # checked in the call, with the arrays that they must fit
 _OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
 
 
@@ -58,7 +57,7 @@ def attention_fn(
         options.pop(name, usual) for name, usual in (("offsets", "interleaved"), ("merge", "lse"), ("heads", "all"))
     )
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
-    check_options(is_causal=is_causal, **{name: options[name] for name in options if name not in _OF_ARRAYS})
+    check_options(is_causal=is_causal, **options)
     return _Attend(pattern, is_causal, options)
 
 

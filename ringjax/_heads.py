@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,11 +15,12 @@ from jaxtyping import Array, Float
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
-from ringjax._definition.counts import check_count, is_integer
+from ringjax._definition.counts import check_count, check_flags, is_flag, is_integer, is_real
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.rotary import rotary_embedding
 from ringjax._meeting.softmax import Weighting
+from ringjax._mesh.mesh import check_mesh
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
 from ringjax._options import check_options
@@ -80,7 +80,7 @@ class Settings:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
         check_options(**{name: getattr(self, name) for name in OPTIONS})
-        if theta is not None and not isinstance(theta, numbers.Real):
+        if theta is not None and not is_real(theta):
             raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
         if theta is not None and self.head_dim % 2:
             raise ValueError(
@@ -169,15 +169,16 @@ class Settings:
         """Returns the cache of no tokens, for sequences of `max_length` whose heads lie on the mesh as `spec` says.
 
         Raises:
-          ValueError: if the attention is not causal.
-          TypeError: if the dtype is no floating one.
+          ValueError: if the attention is not causal, or heads cannot lie as the spec says.
+          TypeError: if the dtype is no floating one, or the spec no spec.
         """
         self.check_causal()
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dtype={dtype!r} of a cache must be a floating dtype, such as jnp.bfloat16")
-        widths = self.head_dim, self.head_dim
-        place = self.mesh, self.axis_name, self.spec if spec is None else spec
-        return make_cache(self.pattern, batch, max_length, self.num_kv_heads, widths, dtype, *place)
+        spec = self.spec if spec is None else spec
+        check_mesh(self.mesh, self.axis_name, spec)
+        heads = jax.ShapeDtypeStruct((*batch, max_length, self.num_heads, self.head_dim), dtype)
+        return make_cache(self.pattern, heads, self.num_kv_heads, self.mesh, self.axis_name, spec)
 
     @with_own_promotion
     def prefill(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
@@ -222,7 +223,9 @@ def check_prefill(prefill: bool, decode: bool) -> None:
 
     Raises:
       ValueError: if it does not.
+      TypeError: for anything but truth values.
     """
+    check_flags(prefill=prefill, decode=decode)
     if prefill and not decode:
         raise ValueError("prefill=True, but decode=False leaves the cache as it is: make decode True")
 
@@ -263,7 +266,7 @@ def check_sinks(sinks: Any) -> None:
     Raises:
       TypeError: for anything but a bool.
     """
-    if not isinstance(sinks, bool):
+    if not is_flag(sinks):
         raise TypeError(
             f"sinks must be True or False, not of {type(sinks)}: for a parameter pass True and sinks_init, and give an "
             "array of sinks to the call"

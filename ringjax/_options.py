@@ -7,10 +7,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
-from ringjax._definition.arguments import check_choices, check_numbers, check_precision, read_order
+from ringjax._definition.arguments import (
+    check_choices,
+    check_documents,
+    check_numbers,
+    check_precision,
+)
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags
+from ringjax._definition.counts import check_flags, check_optional_flags
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._definition.sinks import check_sinks
 from ringjax._kernels.implementation import NAMES, ImplementationName
 from ringjax._mesh.mesh import check_mesh
 from ringjax._schedule.strategy import STRATEGIES, Strategy, check_exchange_size
@@ -51,9 +57,11 @@ def check_options(
     *,
     is_causal: Any = False,
     scale: Any = None,
+    document_ids: Any = None,
     documents_are_sorted: Any = None,
     query_offset: Any = 0,
     logits_soft_cap: Any = None,
+    sinks: Any = None,
     dropout_rate: Any = 0.0,
     broadcast_dropout: Any = False,
     precision: Any = None,
@@ -66,15 +74,19 @@ def check_options(
     axis_name: Any = "seq",
     spec: Any = None,
 ) -> None:
-    """Checks options, as far as no array matters: when a module is made, and when attention is called.
+    """Checks options, as far as no shape matters: when a module is made, and when attention is called.
 
     Raises:
       TypeError, ValueError: naming the option, its value and the remedy.
     """
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
     check_flags(is_causal=is_causal, broadcast_dropout=broadcast_dropout, return_residual=return_residual)
+    check_optional_flags(documents_are_sorted=documents_are_sorted)
     check_choices(strategy, STRATEGIES, implementation, NAMES)
     check_exchange_size(exchange_size, strategy)
     check_precision(precision)
     check_mesh(mesh, axis_name, spec)
-    read_order(documents_are_sorted)
+    if document_ids is not None:
+        check_documents(document_ids)
+    if sinks is not None:
+        check_sinks(sinks)

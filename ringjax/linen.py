@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags, is_integer
+from ringjax._definition.counts import check_flags, check_optional_flags, is_integer
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     OPTIONS,
@@ -147,8 +147,11 @@ class RingDilatedAttention(linen.Module):
         super().__post_init__()
         check_sinks(self.sinks)
         check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
+        check_optional_flags(deterministic=self.deterministic)
         # What is wrong is said when the module is made, whatever its inputs will be.
-        _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
+        settings = _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
+        if self.decode:
+            settings.check_causal()
 
     @linen.compact
     def __call__(
@@ -224,6 +227,7 @@ class RingDilatedAttention(linen.Module):
     def _dropout_seed(self, deterministic: bool | None, dropout_rng: Any) -> Any:
         if not self.dropout_rate:
             return None
+        check_optional_flags(deterministic=deterministic)
         deterministic = linen.merge_param("deterministic", self.deterministic, deterministic)
         if deterministic:
             return None

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags
+from ringjax._definition.counts import check_flags, check_optional_flags
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
@@ -147,6 +147,7 @@ class RingDilatedAttention(nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
         check_sinks(sinks)
         check_flags(normalize_qk=normalize_qk, decode=decode, use_bias=use_bias, keep_rngs=keep_rngs)
+        check_optional_flags(deterministic=deterministic)
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -312,6 +313,7 @@ class RingDilatedAttention(nnx.Module):
         if not self.settings.dropout_rate:
             return None
         deterministic = self.deterministic if deterministic is None else deterministic
+        check_optional_flags(deterministic=deterministic)
         if deterministic is None:
             raise ValueError(
                 f"dropout_rate={self.settings.dropout_rate}, but deterministic=None: say to the module or to the call "
@@ -339,8 +341,8 @@ class RingDilatedAttention(nnx.Module):
             a carry must not change.
 
         Raises:
-          ValueError: if the attention is not causal, or the shape is no such shape.
-          TypeError: if the dtype is no floating one.
+          ValueError: if the attention is not causal, the shape is no such shape, or heads cannot lie as `spec` says.
+          TypeError: if the dtype is no floating one, or `spec` no spec.
         """
         cache = self.settings.make_cache(*read_shape(input_shape), dtype, spec)
         for name, value in zip(Cache.VARIABLES, cache, strict=True):

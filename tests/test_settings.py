@@ -90,7 +90,6 @@ def test_the_gradient_of_one_result_on_a_mesh_that_arrays_carry(arrays, uses):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_vmap_along_an_axis_of_the_mesh(arrays, documents, kind):
     """Each instance draws the weights that it would drop alone, and skips its own tiles; the values are of all."""
@@ -197,6 +196,31 @@ def test_decoding_with_segments_beyond_32_bits(has_x64):
     jax.tree.map(np.testing.assert_array_equal, *calls)
 
 
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        (P(None, None, "seq"), ValueError, "batch or heads of query are sharded over axis_name='seq'"),
+        (P(None, "data"), ValueError, "the length of query is sharded over \\('data',\\)"),
+        (P(None, None, None, "data"), ValueError, "the last dimension of query is sharded over \\('data',\\)"),
+        (
+            P(None, None, None, None, "data"),
+            ValueError,
+            "has more entries than query has dimensions, \\(3, 32, 4, 8\\)",
+        ),
+        (P("data"), ValueError, "cuts dimension 0 of query, \\(3, 32, 4, 8\\), over the 2 devices"),
+        (P("model"), ValueError, "names the axis 'model', but the mesh has \\['data', 'seq'\\]"),
+        ("data", TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
+    ],
+)
+def test_a_cache_lies_as_queries_can(spec, error, words, unchecked):
+    attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, decode=True, rngs=nnx.Rngs(0))
+    with jax.set_mesh(make_mesh(data=2, seq=4)), pytest.raises(error, match=words):
+        attention.init_cache((3, 32, 32), spec=spec)
+    if isinstance(spec, P):
+        with pytest.raises(ValueError, match="is given, but there is no mesh: pass mesh="):
+            attention.init_cache((3, 32, 32), spec=spec)
+
+
 def test_modules_go_through_pickle():
     attention = ringjax.RingDilatedAttention(4, 32, **PATTERN, rngs=nnx.Rngs(0))
     inputs = jnp.ones((2, 32, 32))
@@ -233,6 +257,19 @@ def test_the_last_positions(unchecked):
         ({"use_bias": "no"}, TypeError, "use_bias='no' must be True or False"),
         ({"normalize_qk": 1}, TypeError, "normalize_qk=1 must be True or False"),
         ({"decode": "no"}, TypeError, "decode='no' must be True or False"),
+        (
+            {"decode": True, "is_causal": False},
+            ValueError,
+            "decode=True continues a sequence, but with is_causal=False",
+        ),
+        ({"strategy": ["ring"]}, ValueError, "strategy=\\['ring'\\] is unknown"),
+        ({"implementation": ["xla"]}, ValueError, "implementation=\\['xla'\\] is unknown"),
+        ({"strategy": "all_to_all", "exchange_size": 0}, ValueError, "exchange_size=0 must be a positive integer"),
+        ({"documents_are_sorted": 1}, TypeError, "documents_are_sorted=1 must be True, False or None"),
+        ({"documents_are_sorted": np.zeros(2)}, TypeError, "documents_are_sorted=.* must be True, False or None"),
+        ({"deterministic": "no"}, TypeError, "deterministic='no' must be True, False or None"),
+        ({"logits_soft_cap": True}, TypeError, "logits_soft_cap=True must be a number"),
+        ({"rope_theta": True}, TypeError, "rope_theta=True must be a number"),
     ],
     ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
 )
@@ -252,6 +289,9 @@ def test_modules_check_when_they_are_made(arguments, error, words, unchecked):
         ({"query_offset": -1}, ValueError, "query_offset=-1 must not be negative"),
         ({"mesh": "seq"}, TypeError, "mesh='seq' must be a mesh"),
         ({"width": 3}, TypeError, "attention_fn has no option 'width'"),
+        ({"sinks": "a"}, TypeError, "sinks is of str: pass an array of floats"),
+        ({"document_ids": "a"}, TypeError, "document_ids is of str: pass an array of signed integers"),
+        ({"document_ids": (np.zeros(4),) * 2}, TypeError, "document_ids\\[0\\] is of float64: pass an array of signed"),
     ],
     ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",
 )
@@ -266,6 +306,24 @@ def test_modules_are_told_whether_they_have_sinks(unchecked):
         ringjax.RingDilatedAttention(4, 32, **PATTERN, sinks=jnp.zeros(4), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=words):
         ringjax.linen.RingDilatedAttention(4, **PATTERN, sinks=jnp.zeros(4)).init(jax.random.key(0), jnp.ones((8, 32)))
+
+
+def test_truth_values_of_numpy_are_taken(unchecked):
+    options = dict.fromkeys(("sinks", "is_causal", "normalize_qk", "documents_are_sorted"), np.True_)
+    attention = ringjax.RingDilatedAttention(4, 32, **{**PATTERN, **options}, rngs=nnx.Rngs(0))
+    assert attention.sinks is not None
+    assert attention.query_ln is not None
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_calls_are_told_whether_to_drop_by_truth_values(library, unchecked):
+    inputs, options = jnp.ones((8, 32)), {**PATTERN, "dropout_rate": 0.5}
+    if library == "nnx":
+        call = ringjax.RingDilatedAttention(4, 32, **options, rngs=nnx.Rngs(0))
+    else:
+        call = functools.partial(ringjax.linen.RingDilatedAttention(4, **options).init, jax.random.key(0))
+    with pytest.raises(TypeError, match="deterministic='no' must be True, False or None"):
+        call(inputs, deterministic="no")
 
 
 def test_a_width_of_zero_is_none_in_linen(unchecked):

@@ -4,8 +4,9 @@ Where the mesh has a sequence axis, the rows of each cache are sharded along it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Float, Int
@@ -14,6 +15,7 @@ from ringjax._definition.branch import MAX_POSITIONS
 from ringjax._definition.counts import is_integer
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._mesh.mesh import find_axis
+from ringjax._mesh.placement import check_spec
 from ringjax._mesh.sharded import sharded_zeros
 
 
@@ -53,26 +55,31 @@ def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> l
 
 def make_cache(
     pattern: DilatedPattern,
-    batch: tuple[int, ...],
-    max_length: int,
+    queries: jax.ShapeDtypeStruct,
     num_kv_heads: int,
-    widths: tuple[int, int],
-    dtype: Any,
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
     spec: PartitionSpec | None = None,
 ) -> Cache:
-    """Returns the cache of no tokens, on a mesh if there is one; `spec` says how queries lie on it."""
+    """Returns the cache of no tokens, for as many as all queries [*batch, T, N, H], which lie on a mesh as `spec` says.
+
+    Raises:
+      ValueError: if they cannot.
+    """
     mesh, num_shards = find_axis(mesh, axis_name)
     rows_axis = None if mesh is None else axis_name
     if mesh is None and spec is not None:  # batch and heads may lie on a mesh without the sequence's axis
         context = get_abstract_mesh()
-        mesh = None if context.empty or context.manual_axes else context
+        check_spec(spec, queries, None if context.empty else context, axis_name)
+        mesh = None if context.manual_axes else context
+    elif spec is not None:
+        check_spec(spec, queries, mesh, axis_name)
+    *batch, max_length, _, width = queries.shape
 
-    def zeros(width: int) -> tuple[Array, ...]:
+    def zeros() -> tuple[Array, ...]:
         heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
         rows = num_rows(pattern, max_length, num_shards)
         shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
-        return tuple(sharded_zeros(shape, dtype, mesh, rows_axis, spec) for shape in shapes)
+        return tuple(sharded_zeros(shape, queries.dtype, mesh, rows_axis, spec) for shape in shapes)
 
-    return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0), jnp.int32(max_length))
+    return Cache(zeros(), zeros(), jnp.int32(0), jnp.int32(max_length))

@@ -1,7 +1,6 @@
 """The checks of a call's arguments, before anything is traced further."""
 
 import functools
-import numbers
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jaxtyping import Array, Int, UInt
 
 from ringjax._definition import dropout
 from ringjax._definition.branch import MAX_POSITIONS
-from ringjax._definition.counts import is_integer
+from ringjax._definition.counts import check_optional_flags, is_integer, is_real
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
@@ -66,7 +65,7 @@ def check_numbers(
     reals = {"scale": scale, "logits_soft_cap": logits_soft_cap, "dropout_rate": dropout_rate}
     for name, number in reals.items():
         is_optional = name != "dropout_rate"
-        if not (isinstance(number, numbers.Real) or (number is None and is_optional)):
+        if not (is_real(number) or (number is None and is_optional)):
             raise TypeError(f"{name}={number!r} must be a number, known when the call is traced")
     if scale and not _LEAST <= abs(scale) <= _MOST:
         raise ValueError(f"scale={scale!r} must be 0, or between {_LEAST} and {_MOST}: float32 has no room for more")
@@ -93,9 +92,9 @@ def check_choices(strategy: Any, strategies: Any, implementation: Any, implement
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if strategy not in strategies:
+    if not (isinstance(strategy, str) and strategy in strategies):
         raise ValueError(f"strategy={strategy!r} is unknown: use one of {', '.join(map(repr, strategies))}")
-    if implementation is not None and implementation not in implementations:
+    if not (implementation is None or (isinstance(implementation, str) and implementation in implementations)):
         known = ", ".join(map(repr, implementations))
         raise ValueError(f"implementation={implementation!r} is unknown: use one of {known}, or None for the fastest")
 
@@ -140,20 +139,37 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
     """
     if document_ids is None:
         return None, None
-    if isinstance(document_ids, tuple | list):
-        if len(document_ids) != 2:
-            count = len(document_ids)
-            raise ValueError(f"document_ids has {count} entries: give one array, or two, of queries and of keys")
-        named = {"document_ids[0]": (document_ids[0], query), "document_ids[1]": (document_ids[1], key)}
-    else:
-        if query.shape[-3] != key.shape[-3]:
-            raise ValueError(
-                f"document_ids is one array for {query.shape[-3]} queries and {key.shape[-3]} keys: "
-                "give a pair, one array of queries and one of keys"
-            )
-        named = {"document_ids": (document_ids, query)}
-    of_queries, *of_keys = (read_ids(name, ids, tokens.shape[:-2]) for name, (ids, tokens) in named.items())
+    named = check_documents(document_ids)
+    if len(named) == 1 and query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"document_ids is one array for {query.shape[-3]} queries and {key.shape[-3]} keys: "
+            "give a pair, one array of queries and one of keys"
+        )
+    pairs = zip(named.items(), (query, key), strict=False)
+    of_queries, *of_keys = (read_ids(name, ids, tokens.shape[:-2]) for (name, ids), tokens in pairs)
     return of_queries, of_keys[0] if of_keys else of_queries
+
+
+def check_documents(document_ids: Any) -> dict[str, Any]:
+    """Returns the one or two arrays of documents by name, after a check of their types.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if not isinstance(document_ids, tuple | list):
+        return {"document_ids": _check_ids("document_ids", document_ids)}
+    if len(document_ids) != 2:
+        count = len(document_ids)
+        raise ValueError(f"document_ids has {count} entries: give one array, or two, of queries and of keys")
+    names = "document_ids[0]", "document_ids[1]"
+    return {name: _check_ids(name, ids) for name, ids in zip(names, document_ids, strict=True)}
+
+
+def _check_ids(name: str, ids: Any) -> Any:
+    dtype = getattr(ids, "dtype", type(ids).__name__)
+    if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.signedinteger):
+        raise TypeError(f"{name} is of {dtype}: pass an array of signed integers, such as int32")
+    return ids
 
 
 def read_order(documents_are_sorted: Any, document_ids: Any = None) -> bool:
@@ -162,8 +178,7 @@ def read_order(documents_are_sorted: Any, document_ids: Any = None) -> bool:
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if documents_are_sorted not in (None, True, False):
-        raise TypeError(f"documents_are_sorted={documents_are_sorted!r} must be True, False or None")
+    check_optional_flags(documents_are_sorted=documents_are_sorted)
     given = document_ids if isinstance(document_ids, tuple | list) else (document_ids,)
     if document_ids is None or not all(map(_is_known, given)):
         return bool(documents_are_sorted)
@@ -194,9 +209,7 @@ def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    dtype = getattr(ids, "dtype", type(ids).__name__)
-    if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.signedinteger):
-        raise TypeError(f"{name} is of {dtype}: pass an array of signed integers, such as int32")
+    _check_ids(name, ids)
     if ids.shape != shape:
         raise ValueError(
             f"{name} has the shape {ids.shape}: it numbers the document of each token, so make that {shape}"

@@ -21,6 +21,16 @@ def check_count(name: str, number: Any) -> None:
         raise ValueError(f"{name}={number!r} must be a positive integer")
 
 
+def is_real(number: Any) -> bool:
+    """Returns whether a number is real, of Python or NumPy; a truth value is none."""
+    return isinstance(number, numbers.Real) and not isinstance(number, bool)
+
+
+def is_flag(flag: Any) -> bool:
+    """Returns whether something is a truth value, of Python or NumPy."""
+    return isinstance(flag, bool | np.bool_)
+
+
 def check_flags(**flags: Any) -> None:
     """Checks what is true or false: most other values would count as true.
 
@@ -28,5 +38,16 @@ def check_flags(**flags: Any) -> None:
       TypeError: naming the argument and its value.
     """
     for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
+        if not is_flag(flag):
             raise TypeError(f"{name}={flag!r} must be True or False")
+
+
+def check_optional_flags(**flags: Any) -> None:
+    """Checks what is true or false, or None where it is not said.
+
+    Raises:
+      TypeError: naming the argument and its value.
+    """
+    for name, flag in flags.items():
+        if not (flag is None or is_flag(flag)):
+            raise TypeError(f"{name}={flag!r} must be True, False or None")

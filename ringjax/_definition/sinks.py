@@ -29,6 +29,17 @@ def add_sinks(
     return (out * share[..., None]).astype(out.dtype), jnp.where(is_empty, -difference, total)
 
 
+def check_sinks(sinks: Any) -> None:
+    """Checks that sinks are an array of floats.
+
+    Raises:
+      TypeError: naming the argument, its type and the remedy.
+    """
+    dtype = getattr(sinks, "dtype", type(sinks).__name__)
+    if not hasattr(sinks, "dtype") or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"sinks is of {dtype}: pass an array of floats, one logit for each query head")
+
+
 def read_sinks(sinks: Any, query: Any) -> Array | None:
     """Returns the sinks as an array, which broadcasts to a number for each row of queries.
 
@@ -37,9 +48,7 @@ def read_sinks(sinks: Any, query: Any) -> Array | None:
     """
     if sinks is None:
         return None
-    dtype = getattr(sinks, "dtype", type(sinks).__name__)
-    if not hasattr(sinks, "dtype") or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"sinks is of {dtype}: pass an array of floats, one logit for each query head")
+    check_sinks(sinks)
     rows = query.shape[:-1]
     pairs = zip(sinks.shape[::-1], rows[::-1], strict=False)
     if sinks.ndim > len(rows) or any(size not in (1, expected) for size, expected in pairs):

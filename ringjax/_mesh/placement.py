@@ -1,7 +1,7 @@
 """How the arrays of a call lie on its mesh, and functions of their shards."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -140,23 +140,19 @@ def find_placement(
     check_abstract(mesh, (query, key, value))
     mesh, _ = find_mesh((query, key, value), mesh)
     platform, is_platform_known = platform_of(mesh, query)
+    if spec is not None:
+        check_spec(spec, query, mesh, axis_name)
     if mesh is None:
-        if spec is not None:
-            raise ValueError(
-                f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
-            )
         batch = ((),) * (query.ndim - 3)
         return Placement(batch=batch, platform=platform, is_platform_known=is_platform_known)
 
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = {name: kind for name, _, kind in _axes(mesh)}
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     has_axis = axis_name in types
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
     mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
     if mapped or has_axis:  # what has one device cuts nothing, but kernels take no axis that is the compiler's
         mapped |= {name for name, kind in types.items() if kind == AxisType.Auto and mesh.shape[name] == 1}
-    if spec is not None:
-        _check_spec(spec, query, mesh, known)
     arrays = {"query": query, "key": key, "value": value}
     cuts = {name: cuts_of(_spec_of(array) if spec is None else spec, array.ndim) for name, array in arrays.items()}
     _check_cuts(cuts, axis_name)
@@ -183,13 +179,28 @@ def find_placement(
     )
 
 
+def _axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, int, AxisType]]:
+    """Gives the name, the size and the type of each axis of a mesh."""
+    return zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+
+
 def _spec_of(array: Array) -> P:
     if isinstance(array, Tracer):
         return jax.typeof(array).sharding.spec
     return array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
 
 
-def _check_spec(spec: P, query: Array, mesh: Mesh | AbstractMesh, known: set[str]) -> None:
+def check_spec(spec: P, query: Array | jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh | None, axis_name: str) -> None:
+    """Checks that queries [*batch, T, N, H] can lie on a mesh as a spec says.
+
+    Raises:
+      ValueError: naming the spec and the remedy.
+    """
+    if mesh is None:
+        raise ValueError(
+            f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
+        )
+    known = {name for name, _, kind in _axes(mesh) if kind != AxisType.Manual}
     if len(spec) > query.ndim:
         raise ValueError(f"spec={spec} has more entries than query has dimensions, {query.shape}: leave some out")
     batch, length, heads, width = cuts_of(spec, query.ndim)
@@ -205,6 +216,7 @@ def _check_spec(spec: P, query: Array, mesh: Mesh | AbstractMesh, known: set[str
                 f"spec={spec} cuts dimension {dimension} of query, {query.shape}, over the {shards} devices of {axes}: "
                 "leave these axes out, or make the dimension a multiple"
             )
+    _check_cuts({"query": cuts_of(spec, query.ndim)}, axis_name)
 
 
 def _check_cuts(cuts: dict[str, Cuts], axis_name: str) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
-from ringjax._definition.counts import is_integer
+from ringjax._definition.counts import check_count, is_integer
 from ringjax._schedule.schedule import Schedules
 
 Strategy = Literal["ring", "all_gather", "all_to_all", "auto"]
@@ -35,6 +35,7 @@ def check_exchange_size(exchange_size: Any, strategy: str) -> None:
         )
     if not is_integer(exchange_size):
         raise TypeError(f"exchange_size={exchange_size!r} must be an integer: it counts devices")
+    check_count("exchange_size", exchange_size)
 
 
 def read_exchange_sizes(
