@@ -115,6 +115,18 @@ def test_vmap_along_an_axis_of_the_mesh(arrays, documents, kind):
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_axes_that_cut_nothing_else_cut_the_instances_of_a_vmap(arrays):
+    """Else each device along them would compute all instances, in silence."""
+    mesh = make_mesh(data=2, seq=4)
+    attend = functools.partial(ring_dilated_attention, **PATTERN, mesh=mesh, spec=P(None, "seq"))
+    instances = jax.vmap(attend, spmd_axis_name="data")
+    stacked = [np.stack([array, -array]) for array in arrays]
+    compiled = jax.jit(instances).lower(*stacked).compile()
+    assert compiled.output_shardings.spec[0] == "data"
+    expected = np.stack([attend(*arrays), attend(*(-array for array in arrays))])
+    np.testing.assert_allclose(compiled(*stacked), expected, rtol=0, atol=tolerance())
+
+
 def test_offsets_of_instances_that_a_mesh_cuts_are_refused(arrays):
     mesh = make_mesh(data=2, seq=4)
     attend = lambda offset, *arrays: ring_dilated_attention(*arrays, **PATTERN, query_offset=offset, mesh=mesh)

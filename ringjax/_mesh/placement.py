@@ -1,5 +1,6 @@
 """How the arrays of a call lie on its mesh, and functions of their shards."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -92,6 +93,18 @@ class Placement(NamedTuple):
         if padding:
             array = jnp.pad(array, [(0, padding if dim == axis else 0) for dim in range(array.ndim)])
         return self.reshard(array, kind)
+
+    def idle_axes(self, count: int) -> Axes:
+        """Returns the mapped Auto axes that cut nothing, as far as they divide so many instances of a vmap.
+
+        Left idle, all devices along them would compute all instances.
+        """
+        used = {self.axis_name, *self.heads, *itertools.chain.from_iterable(self.batch)}
+        idle: Axes = ()
+        for name, size, kind in () if self.mesh is None else _axes(self.mesh):
+            if name in self.mapped - used and kind == AxisType.Auto and size > 1 and count % size == 0:
+                idle, count = (*idle, name), count // size
+        return idle
 
     def with_instances(self, axes: Axes) -> "Placement":
         """Returns the placement of all instances of a vmap, which these axes cut."""

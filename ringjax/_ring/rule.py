@@ -65,7 +65,7 @@ def _map_once(
         if Context(*is_batched[-len(Context._fields) :]).query_offset:
             results = _vmap_offsets(functools.partial(run, plan), is_batched, arrays, cut)
         else:
-            folded_plan = plan.with_batch(cut)
+            folded_plan = plan.with_batch(cut or plan.placement.idle_axes(size))
             spread = functools.partial(_spread, size, folded_plan)
             results = _map(function, inputs, outputs, tuple(map(spread, inputs, arrays, is_batched)), folded_plan)
         return results, jax.tree.map(lambda _: True, results)
