@@ -22,6 +22,7 @@ from benchmarks.plan_accuracy import Configuration, compiled_bytes, configuratio
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._forecast.forecast import forecast
 from ringjax._forecast.machine import MACHINES, machine_of
+from ringjax._kernels.mosaic import MosaicGpu
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
 from ringjax._planner.comparison import compare, mebibytes
@@ -217,7 +218,8 @@ def test_the_command(capsys, tmp_path):
     assert main(arguments.split()) == 0
     printed = capsys.readouterr().out
     assert "1,048,576 tokens on 16 devices (v5e)" in printed
-    assert "pattern=[ringjax.Window(size=4096, rate=1), ringjax.Segments(length=1048576, rate=8)]" in printed
+    branches = "pattern=[ringjax.Window(size=4096, rate=1), ringjax.Segments(length=1048576, rate=8)]"
+    assert branches in " ".join(printed.split())
     figures = tmp_path / "figures.json"
     machine = {name: getattr(MACHINES["H100"], name) for name in MACHINES["H100"].__dataclass_fields__}
     figures.write_text(json.dumps({**machine, "name": "mine", "link_bandwidth": 1e9}))
@@ -360,6 +362,24 @@ def test_explain_asks_for_the_kernels_of_devices_that_are_not_here(device, kerne
     shape = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
     explained = ringjax.explain(*3 * [shape], pattern=[Segments(8192)], mesh=make_mesh(seq=8), device=device)
     assert f"Segments(length=8192, rate=1): {kernel}" in str(explained)
+
+
+@pytest.mark.parametrize(("device", "name"), [("H100", "cudnn"), ("v5e", "mosaic")])
+def test_explain_takes_kernels_that_are_not_here_by_name(device, name):
+    shape = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
+    given = {"pattern": [Segments(8192)], "mesh": make_mesh(seq=8), "implementation": name}
+    assert f"Segments(length=8192, rate=1): {name}" in str(ringjax.explain(*3 * [shape], **given, device=device))
+    with pytest.raises(ValueError, match=f"implementation='{name}' cannot serve: "):
+        ringjax.explain(*3 * [shape], **given)
+
+
+def test_what_must_be_asked_for_is_said(monkeypatch):
+    """Mosaic's kernels for GPUs are not the default; where they do not serve, their own reason is given."""
+    size = {"num_tokens": 8192, "num_heads": 8, "head_dim": 64, "mesh": 8, "dtype": "float32"}
+    planned = lambda device: " ".join(str(plan([Segments(1000)], **size, device=device)).split())
+    assert "not mosaic: of GPUs it runs on H100, H200, H800, H20, GH200, and the devices are 'A100'" in planned("A100")
+    monkeypatch.setattr(MosaicGpu, "obstacle", lambda *_: None)
+    assert "not mosaic: on this platform it is not the default: ask with implementation='mosaic'" in planned("H100")
 
 
 def test_messages_that_devices_copy_themselves_are_not_hidden():

@@ -51,11 +51,13 @@ def obstacle(schedules: Schedules, name: str | None, request: Request) -> str | 
 def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str]]:
     """Returns the names of those that are preferred to what serves a branch, each with why it does not."""
     found = []
-    for own in PREFERENCE:
+    for preferred in PREFERENCE:
+        name = NAME_OF[preferred]
+        own = _of_platform(NAMES[name], request.platform)[-1]
         reason = IMPLEMENTATIONS[own].obstacle(request, _prepare(request, schedule, own))
-        if reason is None:
+        if reason is None and own in PREFERENCE:
             break
-        found.append((NAME_OF[own], reason))
+        found.append((name, reason or f"on this platform it is not the default: ask with implementation={name!r}"))
     return found
 
 

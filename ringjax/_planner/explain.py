@@ -47,6 +47,8 @@ def explain(
 ) -> Explanation:
     """Explains the calls of attention in a function, from shapes alone: nothing is compiled, no array is made.
 
+    Under :func:`jax.vmap` it counts one instance.
+
     Args:
       function: a function, a module, or a jitted one; or the query of :func:`ring_dilated_attention`, whose arguments
         are then the rest.
@@ -85,7 +87,7 @@ def explain(
 
     # What was traced before would not be traced again, and nothing recorded: but under metadata of its own it is.
     own = set_xla_metadata(explanation=str(next(_NUMBERS)))
-    with recording() as records, warnings.catch_warnings(record=True) as caught, own:
+    with recording(device is not None) as records, warnings.catch_warnings(record=True) as caught, own:
         warnings.simplefilter("always")
         forget()  # what is warned of once: here it is warned of again, and to who calls after this
         jax.eval_shape(call, *arrays)
