@@ -373,6 +373,17 @@ def test_explain_takes_kernels_that_are_not_here_by_name(device, name):
         ringjax.explain(*3 * [shape], **given)
 
 
+def test_tables_need_no_scrolling():
+    pattern = [Segments(2**17), Segments(2**20, 8), Window(4096), Window(1000, 4)]
+    size = {"num_tokens": 2**25, "num_heads": 32, "dtype": "float32", "mesh": {"seq": 1024}, "device": "H100"}
+    lines = str(plan(pattern, **size)).splitlines()
+    assert max(map(len, lines)) <= 88
+    table = next(line for line in lines if line.startswith("strategy"))
+    assert table.split() == ["strategy", "ring", "all_gather", "all_to_all"]
+    start = next(number for number, line in enumerate(lines) if line.startswith("ringjax.ring_dilated_attention("))
+    compile("\n".join(lines[start:]), "the call to paste", "eval")
+
+
 def test_what_must_be_asked_for_is_said(monkeypatch):
     """Mosaic's kernels for GPUs are not the default; where they do not serve, their own reason is given."""
     size = {"num_tokens": 8192, "num_heads": 8, "head_dim": 64, "mesh": 8, "dtype": "float32"}

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import re
+import textwrap
 from typing import Any
 
 from ringjax._definition.pattern import DilatedPattern, Reach
@@ -143,12 +145,12 @@ class Comparison:
         what = "forward and gradient" if self.has_gradient else "forward"
         bounds = "bounds: products at the peak rate, links at full rate"
         times = "forecasts, of measured figures" if machine.is_measured else bounds
-        title = (
-            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.\n"
-            f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.\n"
-            f"Times are {times}."
-        )
-        columns = {
+        title = [
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.",
+            f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.",
+            f"Times are {times}.",
+        ]
+        labels = {
             "strategy": "strategy",
             "exchange": "exchange_size",
             "hops": "hops",
@@ -163,9 +165,11 @@ class Comparison:
             "exposed": "seconds_links_exposed",
             "bound": "seconds",
         }
-        cells = [list(columns)] + [[_cell(key, row[key]) for key in columns.values()] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        # A column for each strategy: there are few, and more to say of each than a line holds.
+        cells = [list(labels)] + [[_cell(key, row[key]) for key in labels.values()] for row in self.rows]
+        cells[1:] = [list(map(str.rjust, column, [max(map(len, column))] * len(column))) for column in cells[1:]]
+        cells[0] = [label.ljust(max(map(len, labels))) for label in labels]
+        lines = ["  ".join(line) for line in zip(*cells, strict=True)]
         served = [
             f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
             for one in self.implementations
@@ -175,7 +179,8 @@ class Comparison:
                 f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
                 f"and {self.reach.beyond.mean():.0%} do in a head on average."
             )
-        return "\n".join([title, "", *lines, "", *served, "", self.recommendation, self.example])
+        said = [*served, "", self.recommendation, self.example]
+        return "\n".join([*map(wrap, title), "", *lines, "", *map(wrap, said)])
 
 
 def _sizes(call: Call) -> str:
@@ -189,6 +194,13 @@ def compare(call: Call, machine: Machine, has_gradient: bool = True, axis_name: 
     """Returns the strategies of a call beside each other."""
     forecasts = tuple(all_forecasts(call, machine, has_gradient))
     return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name)
+
+
+def wrap(text: str) -> str:
+    """Returns a text in lines that need no scrolling, all but the first indented; what makes a branch is not cut."""
+    text = re.sub(r"\w+\([^()]*\)", lambda branch: branch[0].replace(" ", "\xa0"), text)
+    lines = textwrap.wrap(text, 88, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def _time(seconds: float) -> str:

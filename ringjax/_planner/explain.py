@@ -14,7 +14,7 @@ from ringjax._definition.warning import forget
 from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import forecast, schedules_of
 from ringjax._forecast.machine import Machine, find_machine, machine_of
-from ringjax._planner.comparison import Comparison, compare
+from ringjax._planner.comparison import Comparison, compare, wrap
 from ringjax._recording import Record, recording
 
 _NUMBERS = itertools.count()
@@ -39,7 +39,7 @@ class Explanation:
         for (comparison, count), place in zip(self.calls, self.places, strict=True):
             times = "once" if count == 1 else f"{count} times"
             parts += [f"Called {times}: {place}", "", str(comparison), ""]
-        return "\n".join([*parts, *(f"Warning: {text}" for text in self.warnings)]).rstrip()
+        return "\n".join([*parts, *(wrap(f"Warning: {text}") for text in self.warnings)]).rstrip()
 
 
 def explain(
