@@ -41,7 +41,7 @@ from benchmarks.training_runs import Runs
 gc.freeze()
 gc.set_threshold(2_000_000, 50, 100)
 
-# What depends on the interpreter and the version of jax; of the rest every tenth quick test is enough.
+# Whose quick tests depend on the interpreter and the version of jax; of the rest every tenth is enough.
 ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "schedule", "pattern", "device_order"
 
 
@@ -66,11 +66,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     mark_wide_cases(items, are_all=not any("::" in argument for argument in config.args))
     if config.getoption("--tenth"):
-        rest = [item for item in items if item.path.stem.removeprefix("test_") not in ALWAYS]
-        quick = [item for item in rest if not {"wide", "x64"} & {mark.name for mark in item.iter_markers()}]
-        left_out = {*rest} - {*quick[::10]} | {item for item in items if item.get_closest_marker("x64")}
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        quick = [item for item in items if not {"wide", "x64"} & {mark.name for mark in item.iter_markers()}]
+        rest = [item for item in quick if item.path.stem.removeprefix("test_") not in ALWAYS]
+        taken = {*quick} - {*rest} | {*rest[::10]}
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = [item for item in items if item in taken]
 
 
 def mark_wide_cases(items, are_all):
