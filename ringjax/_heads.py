@@ -8,14 +8,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
-from ringjax._definition.counts import check_count, check_flags, is_flag, is_integer, is_real
+from ringjax._definition.counts import check_count, is_flag, is_integer, is_real, read_flag
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.rotary import rotary_embedding
@@ -175,7 +175,8 @@ class Settings:
         self.check_causal()
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dtype={dtype!r} of a cache must be a floating dtype, such as jnp.bfloat16")
-        spec = self.spec if spec is None else spec
+        if spec is None and (self.mesh is not None or not get_abstract_mesh().empty):
+            spec = self.spec
         check_mesh(self.mesh, self.axis_name, spec)
         heads = jax.ShapeDtypeStruct((*batch, max_length, self.num_heads, self.head_dim), dtype)
         return make_cache(self.pattern, heads, self.num_kv_heads, self.mesh, self.axis_name, spec)
@@ -218,16 +219,17 @@ class Settings:
         return make_decoder(self.pattern, self.num_kv_heads, weighting, placement)
 
 
-def check_prefill(prefill: bool, decode: bool) -> None:
-    """Checks that a call which fills a cache decodes.
+def read_steps(prefill: Any, decode: Any) -> tuple[bool, bool]:
+    """Returns whether a call fills a cache, and whether it decodes.
 
     Raises:
-      ValueError: if it does not.
+      ValueError: if it fills one and does not decode.
       TypeError: for anything but truth values.
     """
-    check_flags(prefill=prefill, decode=decode)
+    prefill, decode = read_flag("prefill", prefill), read_flag("decode", decode)
     if prefill and not decode:
         raise ValueError("prefill=True, but decode=False leaves the cache as it is: make decode True")
+    return prefill, decode
 
 
 def check_decoding(document_ids: Any, query_offset: Any, is_self_attention: bool, draws_dropout: bool) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags, check_optional_flags, is_integer
+from ringjax._definition.counts import check_flags, is_integer, read_flag
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     OPTIONS,
@@ -20,10 +20,10 @@ from ringjax._heads import (
     Settings,
     check_decoding,
     check_flax_arguments,
-    check_prefill,
     check_sinks,
     normalize_inner,
     output_sharding,
+    read_steps,
 )
 from ringjax._kernels.implementation import ImplementationName
 from ringjax._schedule.strategy import Strategy
@@ -147,7 +147,7 @@ class RingDilatedAttention(linen.Module):
         super().__post_init__()
         check_sinks(self.sinks)
         check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
-        check_optional_flags(deterministic=self.deterministic)
+        read_flag("deterministic", self.deterministic)
         # What is wrong is said when the module is made, whatever its inputs will be.
         settings = _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
         if self.decode:
@@ -176,7 +176,7 @@ class RingDilatedAttention(linen.Module):
         draws from instead of the stream "dropout".
         """
         check_flax_arguments(mask, sow_weights)
-        check_prefill(prefill, self.decode)
+        prefill, _ = read_steps(prefill, self.decode)
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")
@@ -225,10 +225,11 @@ class RingDilatedAttention(linen.Module):
         return out(attended)  # [..., T, E]
 
     def _dropout_seed(self, deterministic: bool | None, dropout_rng: Any) -> Any:
+        given = self.deterministic, deterministic
+        own, deterministic = (read_flag("deterministic", flag) for flag in given)
         if not self.dropout_rate:
             return None
-        check_optional_flags(deterministic=deterministic)
-        deterministic = linen.merge_param("deterministic", self.deterministic, deterministic)
+        deterministic = linen.merge_param("deterministic", own, deterministic)
         if deterministic:
             return None
         return self.make_rng("dropout") if dropout_rng is None else dropout_rng

@@ -11,17 +11,17 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags, check_optional_flags
+from ringjax._definition.counts import check_flags, read_flag
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
     Settings,
     check_decoding,
     check_flax_arguments,
-    check_prefill,
     check_sinks,
     normalize_inner,
     output_sharding,
+    read_steps,
 )
 from ringjax._kernels.implementation import ImplementationName
 from ringjax._schedule.strategy import Strategy
@@ -147,7 +147,6 @@ class RingDilatedAttention(nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
         check_sinks(sinks)
         check_flags(normalize_qk=normalize_qk, decode=decode, use_bias=use_bias, keep_rngs=keep_rngs)
-        check_optional_flags(deterministic=deterministic)
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -172,7 +171,7 @@ class RingDilatedAttention(nnx.Module):
             axis_name=axis_name,
             spec=spec,
         )
-        self.deterministic = deterministic
+        self.deterministic = read_flag("deterministic", deterministic)
         self.decode = decode
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
@@ -283,8 +282,7 @@ class RingDilatedAttention(nnx.Module):
             for arguments that mean nothing in decoding, or for `prefill` without it.
         """
         check_flax_arguments(mask, sow_weights)
-        decode = self.decode if decode is None else decode
-        check_prefill(prefill, decode)
+        prefill, decode = read_steps(prefill, self.decode if decode is None else decode)
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
@@ -310,10 +308,9 @@ class RingDilatedAttention(nnx.Module):
         return None if self.sinks is None else self.sinks.get_value()
 
     def _dropout_seed(self, deterministic: bool | None, rngs: Any) -> Any:
+        deterministic = read_flag("deterministic", self.deterministic if deterministic is None else deterministic)
         if not self.settings.dropout_rate:
             return None
-        deterministic = self.deterministic if deterministic is None else deterministic
-        check_optional_flags(deterministic=deterministic)
         if deterministic is None:
             raise ValueError(
                 f"dropout_rate={self.settings.dropout_rate}, but deterministic=None: say to the module or to the call "
@@ -357,7 +354,7 @@ class RingDilatedAttention(nnx.Module):
     ) -> None:
         """Sets what :func:`flax.nnx.view` changes; decoding without a cache makes one of these sizes."""
         if deterministic is not None:
-            self.deterministic = deterministic
+            self.deterministic = read_flag("deterministic", deterministic)
         if decode is None:
             return
         self.decode = decode

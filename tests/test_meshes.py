@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -98,6 +99,19 @@ def test_mesh_argument_and_eager_call(mesh):
     np.testing.assert_allclose(lse, expected[1], rtol=0, atol=tolerance())
     with jax.set_mesh(mesh):
         assert_close(with_gradients(ring_loss)(*place(arrays, mesh)), expected)
+
+
+@pytest.mark.parametrize("manual", [("data", "seq"), ("seq",)])
+def test_an_axis_of_one_device_that_the_callers_shard_map_left(manual):
+    """It is left alone: another shard_map around the call would be one too many."""
+    mesh = make_mesh(data=2, seq=4, tensor=1)
+    query = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 4, 8)), jnp.float32)
+    attend = lambda query: ring_dilated_attention(query, query, query, segment_lengths=(8,), dilation_rates=(2,))
+    spec = P("data", "seq") if "data" in manual else P(None, "seq")
+    checks = {"check_vma": "data" not in manual}
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*manual}, **checks)
+    gradient = lambda attend: jax.jit(jax.grad(lambda query: jnp.sin(attend(query)).sum()))(query)
+    np.testing.assert_allclose(gradient(mapped), gradient(attend), rtol=0, atol=1e-5)
 
 
 def test_mesh_without_the_axis(mesh):

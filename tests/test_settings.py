@@ -211,15 +211,15 @@ def test_decoding_with_segments_beyond_32_bits(has_x64):
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        (P(None, None, "seq"), ValueError, "batch or heads of query are sharded over axis_name='seq'"),
-        (P(None, "data"), ValueError, "the length of query is sharded over \\('data',\\)"),
-        (P(None, None, None, "data"), ValueError, "the last dimension of query is sharded over \\('data',\\)"),
+        (P(None, None, "seq"), ValueError, "batch or heads of queries are sharded over axis_name='seq'"),
+        (P(None, "data"), ValueError, "the length of queries is sharded over \\('data',\\)"),
+        (P(None, None, None, "data"), ValueError, "the last dimension of queries is sharded over \\('data',\\)"),
         (
             P(None, None, None, None, "data"),
             ValueError,
-            "has more entries than query has dimensions, \\(3, 32, 4, 8\\)",
+            "has more entries than queries has dimensions, \\(3, 32, 4, 8\\)",
         ),
-        (P("data"), ValueError, "cuts dimension 0 of query, \\(3, 32, 4, 8\\), over the 2 devices"),
+        (P("data"), ValueError, "cuts dimension 0 of queries, \\(3, 32, 4, 8\\), over the 2 devices"),
         (P("model"), ValueError, "names the axis 'model', but the mesh has \\['data', 'seq'\\]"),
         ("data", TypeError, "spec='data' must be a jax.sharding.PartitionSpec"),
     ],
@@ -231,6 +231,15 @@ def test_a_cache_lies_as_queries_can(spec, error, words, unchecked):
     if isinstance(spec, P):
         with pytest.raises(ValueError, match="is given, but there is no mesh: pass mesh="):
             attention.init_cache((3, 32, 32), spec=spec)
+
+
+def test_a_cache_without_a_mesh_leaves_the_spec_of_its_module_for_later(unchecked):
+    options = {**PATTERN, "decode": True, "num_kv_heads": 3, "spec": P("data", "seq", "tensor")}
+    attention = ringjax.RingDilatedAttention(6, 24, **options, rngs=nnx.Rngs(0))
+    attention.init_cache((2, 32, 24))
+    words = "3 key/value heads do not divide over the 2 devices of \\('tensor',\\)"
+    with jax.set_mesh(make_mesh(data=2, seq=2, tensor=2)), pytest.raises(ValueError, match=words):
+        attention.init_cache((2, 32, 24))
 
 
 def test_modules_go_through_pickle():
@@ -336,6 +345,9 @@ def test_calls_are_told_whether_to_drop_by_truth_values(library, unchecked):
         call = functools.partial(ringjax.linen.RingDilatedAttention(4, **options).init, jax.random.key(0))
     with pytest.raises(TypeError, match="deterministic='no' must be True, False or None"):
         call(inputs, deterministic="no")
+    with pytest.raises(TypeError, match="deterministic is traced, but must be known before"):
+        jax.eval_shape(lambda flag: call(inputs, deterministic=flag), np.True_)
+    jax.eval_shape(lambda: call(inputs, deterministic=np.array(True)))
 
 
 def test_a_width_of_zero_is_none_in_linen(unchecked):

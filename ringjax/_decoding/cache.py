@@ -70,10 +70,10 @@ def make_cache(
     rows_axis = None if mesh is None else axis_name
     if mesh is None and spec is not None:  # batch and heads may lie on a mesh without the sequence's axis
         context = get_abstract_mesh()
-        check_spec(spec, queries, None if context.empty else context, axis_name)
+        check_spec(spec, queries, num_kv_heads, None if context.empty else context, axis_name, "queries")
         mesh = None if context.manual_axes else context
     elif spec is not None:
-        check_spec(spec, queries, mesh, axis_name)
+        check_spec(spec, queries, num_kv_heads, mesh, axis_name, "queries")
     *batch, max_length, _, width = queries.shape
 
     def zeros() -> tuple[Array, ...]:

@@ -4,6 +4,7 @@ import numbers
 from typing import Any
 
 import numpy as np
+from jax.core import Tracer
 
 
 def is_integer(number: Any) -> bool:
@@ -40,6 +41,20 @@ def check_flags(**flags: Any) -> None:
     for name, flag in flags.items():
         if not is_flag(flag):
             raise TypeError(f"{name}={flag!r} must be True or False")
+
+
+def read_flag(name: str, flag: Any) -> Any:
+    """Returns what a call is told, as True or False, also where an array says it; None where nothing is said.
+
+    Raises:
+      TypeError: naming the argument, its value and the remedy.
+    """
+    if isinstance(flag, Tracer):
+        raise TypeError(f"{name} is traced, but must be known before: make it a static argument of what traces it")
+    if np.shape(flag) == () and getattr(flag, "dtype", None) == np.bool_:
+        return bool(flag)
+    check_optional_flags(**{name: flag})
+    return flag
 
 
 def check_optional_flags(**flags: Any) -> None:

@@ -154,7 +154,7 @@ def find_placement(
     mesh, _ = find_mesh((query, key, value), mesh)
     platform, is_platform_known = platform_of(mesh, query)
     if spec is not None:
-        check_spec(spec, query, mesh, axis_name)
+        check_spec(spec, query, key.shape[-2], mesh, axis_name)
     if mesh is None:
         batch = ((),) * (query.ndim - 3)
         return Placement(batch=batch, platform=platform, is_platform_known=is_platform_known)
@@ -164,7 +164,9 @@ def find_placement(
     has_axis = axis_name in types
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
     mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
-    if mapped or has_axis:  # what has one device cuts nothing, but kernels take no axis that is the compiler's
+    # What has one device cuts nothing, but kernels take no axis that is the compiler's. Where the caller's shard_map
+    # left it so, another one around this call would be one too many.
+    if (mapped or has_axis) and AxisType.Manual not in types.values():
         mapped |= {name for name, kind in types.items() if kind == AxisType.Auto and mesh.shape[name] == 1}
     arrays = {"query": query, "key": key, "value": value}
     cuts = {name: cuts_of(_spec_of(array) if spec is None else spec, array.ndim) for name, array in arrays.items()}
@@ -203,8 +205,15 @@ def _spec_of(array: Array) -> P:
     return array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
 
 
-def check_spec(spec: P, query: Array | jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh | None, axis_name: str) -> None:
-    """Checks that queries [*batch, T, N, H] can lie on a mesh as a spec says.
+def check_spec(
+    spec: P,
+    query: Array | jax.ShapeDtypeStruct,
+    num_kv_heads: int,
+    mesh: Mesh | AbstractMesh | None,
+    axis_name: str,
+    name: str = "query",
+) -> None:
+    """Checks that queries [*batch, T, N, H], and so many key/value heads, can lie on a mesh as a spec says.
 
     Raises:
       ValueError: naming the spec and the remedy.
@@ -215,21 +224,22 @@ def check_spec(spec: P, query: Array | jax.ShapeDtypeStruct, mesh: Mesh | Abstra
         )
     known = {name for name, _, kind in _axes(mesh) if kind != AxisType.Manual}
     if len(spec) > query.ndim:
-        raise ValueError(f"spec={spec} has more entries than query has dimensions, {query.shape}: leave some out")
+        raise ValueError(f"spec={spec} has more entries than {name} has dimensions, {query.shape}: leave some out")
     batch, length, heads, width = cuts_of(spec, query.ndim)
     for dimension, axes in enumerate((*batch, length, heads, width)):
-        for name in axes:
-            if name not in known:
+        for axis in axes:
+            if axis not in known:
                 raise ValueError(
-                    f"spec={spec} names the axis {name!r}, but the mesh has {sorted(known)}: name one of these"
+                    f"spec={spec} names the axis {axis!r}, but the mesh has {sorted(known)}: name one of these"
                 )
-        shards = math.prod(mesh.shape[name] for name in axes)
+        shards = math.prod(mesh.shape[axis] for axis in axes)
         if query.shape[dimension] % shards and dimension != query.ndim - 3:  # the length is padded
             raise ValueError(
-                f"spec={spec} cuts dimension {dimension} of query, {query.shape}, over the {shards} devices of {axes}: "
-                "leave these axes out, or make the dimension a multiple"
+                f"spec={spec} cuts dimension {dimension} of {name}, {query.shape}, over the {shards} devices of {axes}"
+                ": leave these axes out, or make the dimension a multiple"
             )
-    _check_cuts({"query": cuts_of(spec, query.ndim)}, axis_name)
+    _check_cuts({name: cuts_of(spec, query.ndim)}, axis_name)
+    _check_kv_heads(mesh, heads, num_kv_heads)
 
 
 def _check_cuts(cuts: dict[str, Cuts], axis_name: str) -> None:
@@ -260,9 +270,14 @@ def _split_heads(
                 f"the heads of {name} are sharded over {axes} and those of query over {heads}: "
                 "shard them over the same axes"
             )
+    _check_kv_heads(mesh, heads, num_kv_heads)
+    return {"heads": heads, "kv_heads": heads if num_kv_heads % shards == 0 else ()}
+
+
+def _check_kv_heads(mesh: Mesh | AbstractMesh, heads: Axes, num_kv_heads: int) -> None:
+    shards = math.prod(mesh.shape[axis] for axis in heads)
     if num_kv_heads % shards and shards % num_kv_heads:
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide over the {shards} devices of {heads}, nor those over them: "
             "use a number of key/value heads that divides them or is divided by them"
         )
-    return {"heads": heads, "kv_heads": heads if num_kv_heads % shards == 0 else ()}
