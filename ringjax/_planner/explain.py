@@ -38,7 +38,7 @@ class Explanation:
         parts = []
         for (comparison, count), place in zip(self.calls, self.places, strict=True):
             times = "once" if count == 1 else f"{count} times"
-            parts += [f"Called {times}: {place}", "", str(comparison), ""]
+            parts += [wrap(f"Called {times}: {place}"), "", str(comparison), ""]
         return "\n".join([*parts, *(wrap(f"Warning: {text}") for text in self.warnings)]).rstrip()
 
 
