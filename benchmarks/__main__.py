@@ -24,6 +24,7 @@ CLAIMS = {
     "random_search": "Random calls give what the oracle gives",
     "compile_time": "A gradient is traced and compiled in seconds",
     "long_context": "Where context is all there is to learn, a dilated pattern learns from more of it",
+    "source_code": "On source code a small model learns nothing from more context: the gap is that of two seeds",
     "endurance": "Training survives kills, long runs, and rings in bfloat16",
     "slide_encoder": "The slide encoder takes half the time of dense attention in torch, little more on eight devices",
     "kernels": "On TPUs the matrix units are in use for most of a kernel's bundles",

@@ -4,13 +4,14 @@
 only the letters before tell. So it is known how well any model can predict, and context is all that helps.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.timing import save
-from benchmarks.training_runs import Runs, in_temporary_folder
+from benchmarks.training_runs import Ended, Runs, in_temporary_folder
 
 LETTERS, CONCENTRATION = np.arange(32, 127, dtype=np.uint8), 0.05
 DOCUMENTS, LENGTH = 2000, 2046
@@ -46,31 +47,42 @@ def best_bits(folder: Path) -> np.ndarray:
     return np.mean(bits, axis=0)
 
 
-def measure(folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of the table: for each range of positions the bits of both models, and the least possible."""
-    text = folder / "text"
-    draw_text(text)
-    runs = Runs(folder, OPTIONS)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in PATTERNS}
+def compare(folder: Path, train: Callable[..., Ended], patterns: dict[str, str], length: int) -> list[dict[str, Any]]:
+    """Returns the rows of a table: for each range of positions up to a length the bits of models with two patterns.
+
+    `train(out, *options)` is a run of `examples/train_lm.py`. What the first pattern gains counts beyond the spread.
+    """
+    found: dict[str, list[np.ndarray]] = {name: [] for name in patterns}
     positions = np.zeros(0)
-    for name, options in PATTERNS.items():
+    for name, options in patterns.items():
         for seed in range(SEEDS):
             out = folder / f"{name} {seed}"
-            ended = runs.run(out, *options.split(), "--seed", str(seed))
+            ended = train(out, *options.split(), "--seed", str(seed))
             if ended.code:
                 raise RuntimeError(ended.stderr)
             positions, _, bits, _ = np.loadtxt(out / "positions.csv", delimiter=",", skiprows=1, unpack=True)
             found[name].append(bits)
-    best, (dilated, local) = best_bits(text), found.values()
-    rows = []
+    first, second = found.values()
+    rows: list[dict[str, Any]] = []
     for number, begin in enumerate(positions.astype(int)):
-        stop = min(2 * begin, LENGTH + 1)  # of the last, training also scores the end of the document
-        of_dilated, of_local = ([bits[number] for bits in curves] for curves in (dilated, local))
-        row = {"positions": f"{begin} to {stop - 1}", "bits gained": np.mean(of_local) - np.mean(of_dilated)}
-        row |= {"spread of two seeds": max(np.ptp(of_dilated), np.ptp(of_local))}
-        row |= dict(zip(PATTERNS, map(np.mean, (of_dilated, of_local)), strict=True))
-        rows.append(row | {"least there can be": best[begin - 1 : stop - 1].mean()})
+        of_first, of_second = ([float(bits[number]) for bits in curves] for curves in (first, second))
+        row = {"positions": f"{begin} to {min(2 * begin, length) - 1}"}
+        row |= {"bits gained": np.mean(of_second) - np.mean(of_first)}
+        row |= {"spread of two seeds": max(np.ptp(of_first), np.ptp(of_second))}
+        rows.append(row | dict(zip(patterns, map(np.mean, (of_first, of_second)), strict=True)))
     return [{key: value if isinstance(value, str) else float(value) for key, value in row.items()} for row in rows]
+
+
+def measure(folder: Path) -> list[dict[str, Any]]:
+    """Returns the rows of the table: for each range of positions the bits of both models, and the least possible."""
+    text = folder / "text"
+    draw_text(text)
+    rows = compare(folder, Runs(folder, OPTIONS).run, PATTERNS, LENGTH + 1)  # the end of a document is scored too
+    best = best_bits(text)
+    for row in rows:
+        begin, last = map(int, row["positions"].split(" to "))
+        row["least there can be"] = float(best[begin - 1 : last].mean())
+    return rows
 
 
 def main() -> None:
