@@ -446,7 +446,9 @@ def test_memory_of_branches_that_are_the_same():
 
 
 def test_explaining_a_call():
-    text = str(explain(SHAPE, SHAPE, SHAPE, pattern=[Segments(8), Segments(64, 2)], mesh=make_mesh(seq=8)))
+    explained = explain(SHAPE, SHAPE, SHAPE, pattern=[Segments(8), Segments(64, 2)], mesh=make_mesh(seq=8))
+    assert max(map(len, str(explained).splitlines())) <= 88
+    text = " ".join(str(explained).split())
     assert "Called once: 64 tokens on the 8 devices of the mesh axis 'seq', which is from the argument mesh=" in text
     assert "ring (this call)" in text
     assert "not cudnn: it runs on NVIDIA GPUs" in text
