@@ -52,9 +52,13 @@ def run(folder, *command):
 def test_the_wheel_runs_on_its_own(installed):
     assert (installed / "site" / "ringjax" / "py.typed").exists()
     assert sorted(path.name for path in (installed / "site").iterdir() if path.suffix != ".dist-info") == ["ringjax"]
-    code = "import ringjax, use; print(ringjax.__file__, ringjax.__version__, ringjax.RingDilatedAttention.__name__)"
+    # Imported where it is needed, and no sooner: it takes longer to import than all of the package.
+    late = {"flax", "matplotlib", "jax.experimental.pallas"}
+    code = f"import sys, ringjax, use; print(ringjax.__file__, ringjax.__version__, {late} & {{*sys.modules}}, "
+    code += "ringjax.RingDilatedAttention.__name__)"
     done = run(installed, sys.executable, "-W", "error", "-c", code)
-    assert done.stdout.split() == [str(installed / "site/ringjax/__init__.py"), "0.1.0", "RingDilatedAttention"]
+    path = str(installed / "site/ringjax/__init__.py")
+    assert done.stdout.split() == [path, "0.1.0", "set()", "RingDilatedAttention"]
 
 
 def test_the_description_is_one_that_the_index_renders(installed):

@@ -167,7 +167,7 @@ def launch(call: KernelCall) -> list[Array]:
         num_threads=_COMPUTING + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        cost_estimate=call.cost(arrays),
+        cost_estimate=pl.CostEstimate(**call.cost(arrays)),
         interpret=call.interpret or None,
     )
     # What comes out of a kernel is not said to vary along axes of the mesh.

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
-from ringjax._kernels import tpu
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.operands import Given, Stats
 from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
@@ -166,7 +165,9 @@ class MosaicTpu(Mosaic):
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels."""
+        """The kernels: to import Pallas takes longer than all of this package, and few devices need it."""
+        from ringjax._kernels import tpu  # noqa: PLC0415
+
         return tpu
 
     def obstacle_of_hardware(self, request: Request) -> str | None:

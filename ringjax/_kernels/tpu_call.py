@@ -75,7 +75,7 @@ def launch(call: KernelCall) -> list[Array]:
         shape = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, manual_axis_type=call.varying)
         shapes = [shape(out.array) for out in outs]
         named = {"name": f"ringjax_{call.name}", "interpret": call.interpret, "compiler_params": parameters}
-        named |= {"input_output_aliases": aliases, "cost_estimate": call.cost(arrays)}
+        named |= {"input_output_aliases": aliases, "cost_estimate": pl.CostEstimate(**call.cost(arrays))}
         kernel = pl.pallas_call(body, grid_spec=spec, out_shape=shapes, **named)
         with jax.enable_x64(False):  # kernels know no int64
             return list(kernel(steps.tiles, steps.notes, *arrays))
