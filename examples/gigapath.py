@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from checkpoints import RunError
 from distribution import make_mesh, on_all_devices, parse_mesh
@@ -134,17 +133,19 @@ def encode(
 
 def draw(path: Path, slide: Slide, attention: np.ndarray, tile_size: int) -> None:
     """Draws the attention over the slide, over that of equal shares."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # which takes its time
+
     tiles = (slide.coordinates // tile_size).astype(int)
     tiles -= tiles.min(axis=0)
     image = np.full(tiles.max(axis=0) + 1, np.nan)
     image[tuple(tiles.T)] = attention * len(attention)
-    figure, axes = plt.subplots(layout="constrained")
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
     shown = axes.imshow(image.T, cmap="viridis", interpolation="none")
     axes.set_xlabel("tile, along the first coordinate")
     axes.set_ylabel("tile, along the second coordinate")
     figure.colorbar(shown, label="attention of the slide's token, over that of equal shares")
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def train(arguments: argparse.Namespace) -> None:

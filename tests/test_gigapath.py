@@ -43,9 +43,9 @@ def test_from_files_to_files(files, tmp_path, capsys, weights, tiles, options):
     out, heatmap = tmp_path / "out.npz", tmp_path / "heat.png"
     arguments = ["--weights", files / weights, "--tiles", files / tiles, "--out", out, "--heatmap", heatmap, *options]
     gigapath.main([str(argument) for argument in arguments])
-    found = np.load(out)
-    np.testing.assert_allclose(found["output"], RECORDED[f"{CASE}/pooled"], rtol=0, atol=2e-4)
-    assert found["layers"].shape == (4, 64)
+    with np.load(out) as found:
+        np.testing.assert_allclose(found["output"], RECORDED[f"{CASE}/pooled"], rtol=0, atol=2e-4)
+        assert found["layers"].shape == (4, 64)
     assert heatmap.read_bytes().startswith(b"\x89PNG")
     assert "61 tiles on" in capsys.readouterr().out
 
