@@ -35,6 +35,8 @@ assert {"ringjax._attention", "ringjax._meeting.softmax", "ringjax.nn"} <= {*SHA
 with install_import_hook(SHAPED, "shape_checks.check"):
     import ringjax  # noqa: F401
 
+from forked_runs import ForkedRuns
+
 from benchmarks.training_runs import Runs
 
 # A quarter of the time of tracing goes into looking for garbage among what jax keeps anyway.
@@ -60,6 +62,13 @@ def pytest_configure(config):
     flags += ["--xla_cpu_parallel_codegen_split_count=1"]  # the other cores have tests of their own
     flags += ["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []
     os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure():
+    """Looks for garbage once, and leaves nothing to the five times that pytest looks then."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
@@ -95,18 +104,18 @@ def shared_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def runs(shared_folder):
-    """Starts training runs, which share what they compile."""
+    """Starts training runs, which share what they import and what they compile."""
     with one_at_a_time(shared_folder):
-        return Runs(shared_folder)
+        return ForkedRuns(shared_folder)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(runs, shared_folder):
-    """The folder of a run on eight devices: the first worker that needs it makes it."""
+def undisturbed(shared_folder):
+    """The folder of a run on eight devices, started as users do: the first worker that needs it makes it."""
     folder = shared_folder / "undisturbed"
     with one_at_a_time(shared_folder):
         if not folder.exists():
-            ended = runs.run(folder, "--tensorboard")
+            ended = Runs(shared_folder).run(folder, "--tensorboard")
             assert ended.code == 0, ended.stderr
             assert "held-out bits per byte: bigram table" in ended.stdout
     return folder
