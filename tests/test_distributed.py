@@ -52,7 +52,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(runs, undisturbed, tmp_path)
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_processes_end_when_one_dies(victim, runs, tmp_path):
-    processes = runs.start_processes(2, tmp_path / "run", "--mesh", "data=2,seq=4")
+    processes = runs.start_processes(2, tmp_path / "run", "--mesh", "data=2,seq=4", "--peer-timeout", "10")
     try:
         wait_for_step(tmp_path / "run", 2, *processes)
         processes[victim].send_signal(signal.SIGKILL)
