@@ -21,7 +21,8 @@ class ForkedRuns(Runs):
 
     def start(self, out, *options):
         folders = f"{ROOT / 'examples'}:{ROOT / 'tests'}:{ROOT}"
-        with mock.patch.dict(os.environ, self.environment(PYTHONPATH=folders)):  # the first one starts their parent
+        # Read by the parent of all runs, which the first one starts.
+        with mock.patch.dict(os.environ, self.environment(PYTHONPATH=folders)):
             options = [*self.options, "--data", str(self.text), "--out", str(out), *options]
             return ForkedRun(options, Path(tempfile.mkdtemp(dir=self.text.parent)))
 
@@ -57,7 +58,7 @@ class ForkedRun:
 
 
 def train(options, folder):
-    import train_lm  # noqa: PLC0415  # it is there
+    import train_lm  # noqa: PLC0415  # by the parent already
 
     for number, name in enumerate(OUTPUTS, 1):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)

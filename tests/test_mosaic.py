@@ -25,13 +25,12 @@ from ringjax._ring.plan import Plan
 from ringjax._schedule.make import make_schedule
 
 
-@pytest.fixture(autouse=True, scope="module")
-def interpreted():
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
     """Kernels that run on CPUs, in maps that do not check what varies: the interpreter does not say it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(IMPLEMENTATIONS, "mosaic_tpu", MosaicTpu(interpret=True))
-        patch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
-        yield
+    monkeypatch.setitem(IMPLEMENTATIONS, "mosaic_tpu", MosaicTpu(interpret=True))
+    monkeypatch.setattr(jax, "shard_map", functools.partial(jax.shard_map, check_vma=False))
+    yield
     jax.clear_caches()  # of traces with these
 
 
