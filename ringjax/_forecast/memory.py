@@ -1,18 +1,22 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
-What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come nearest to what
-they chose in some 500 random programs for H100s and a v5e; `benchmarks.plan_memory` measures how near that is.
+What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
+they chose in some 200 random programs for H100s and a v5e; `benchmarks.plan_memory` measures how near.
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import NamedTuple
 
 from ringjax._schedule.cost import RowBytes, Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
-# Of what a branch keeps, the share that is there as well when the one that keeps most is computed.
-_SHARE, _SHARE_GATHERED = 0.75, 0.5
+# Of what a branch keeps, the share that is there as well when the one that keeps most is computed. Of two numbers, the
+# second is with the gradient: what neighbours send is on its way from the beginning.
+_SHARE, _SHARE_OF_NEIGHBOURS = 0.75, (0.75, 0.9)
+# How often rows that stay are there, where they are laid out anew beside the arguments; and a halo.
+_COPIED, _HALO = (1, 1.4), (1.15, 1.25)
 
 
 class Factors(NamedTuple):
@@ -30,7 +34,15 @@ class Factors(NamedTuple):
 
 
 # CPUs are counted as GPUs are.
-ON_GPUS = Factors(lanes=1, laid_out=None, travelling=(1, 1), one_rotation=0.75, share_exchanged=0.2, small=0, in_both=1)
+ON_GPUS = Factors(
+    lanes=1,
+    laid_out=None,
+    travelling=(1, 1),
+    one_rotation=0.75,
+    share_exchanged=0.05,
+    small=0,
+    in_both=1,
+)
 # Kernels for TPUs read heads that lie apart; the small memory is their vector memory.
 ON_TPUS = Factors(
     lanes=128,
@@ -39,7 +51,7 @@ ON_TPUS = Factors(
     one_rotation=1.5,
     share_exchanged=_SHARE,
     small=128 * 2**20,
-    in_both=1.3,
+    in_both=1.2,
 )
 
 
@@ -50,14 +62,21 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     """
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
+    given = (arguments + results) * work.itemsize
+    beside = functools.partial(_beside, work, schedules, factors, has_gradient)
+    in_both = given + round(beside(is_small=True))
+    return in_both if in_both < factors.small else given + round(beside(is_small=False))
+
+
+def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool, is_small: bool) -> float:
+    """What branches keep, of which some are under way at once."""
     padded, of_branches = _padded(work, factors.lanes), {}
     for schedule in schedules:
-        kept = _Kept(padded, schedule, factors, has_gradient)
-        of_branches[_pairs_of(work, schedule)] = kept.bytes, _share(schedule, factors)
+        kept = _Kept(padded, schedule, factors, has_gradient, is_small)
+        of_branches[_pairs_of(work, schedule)] = kept.bytes, _share(schedule, factors, has_gradient)
     (most, _), *others = sorted(of_branches.values(), reverse=True)
     beside = most + sum(share * num_bytes for num_bytes, share in others)
-    given = (arguments + results) * work.itemsize
-    return given + round(beside * (factors.in_both if given + beside < factors.small else 1))
+    return beside * factors.in_both if is_small else beside
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
@@ -80,11 +99,10 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
     return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
 
 
-def _share(schedule: BranchSchedule, factors: Factors) -> float:
-    exchanges_tokens = schedule.exchange_size > 1 and not schedule.exchanges_rows
-    if schedule.is_local:
-        return factors.share_exchanged if exchanges_tokens else _SHARE
-    return _SHARE_GATHERED if exchanges_tokens or schedule.is_gathered else _SHARE
+def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
+    if schedule.exchange_size > 1:
+        return factors.share_exchanged if schedule.is_local and not schedule.exchanges_rows else _SHARE
+    return _SHARE if schedule.is_closed else _SHARE_OF_NEIGHBOURS[has_gradient]
 
 
 class _Kept(NamedTuple):
@@ -94,6 +112,7 @@ class _Kept(NamedTuple):
     schedule: BranchSchedule
     factors: Factors
     has_gradient: bool
+    is_small: bool
 
     @property
     def bytes(self) -> float:
@@ -116,20 +135,30 @@ class _Kept(NamedTuple):
         return self.work.local_heads(self.schedule.exchange_size) * self.schedule.exchange_size
 
     def _computing(self) -> float:
-        if self.schedule.is_local:
+        schedule = self.schedule
+        if schedule.is_local:
             return self._local()
-        if self.schedule.is_gathered:
-            return self._gathered()
-        return self._travelling() * self.factors.travelling[self.has_gradient]
+        # In the small memory all tokens are there as well, where rows are taken from them.
+        tokens = 0 if schedule.branch.keeps_all or not self.is_small else self._tokens() * self.has_gradient
+        if schedule.is_gathered:
+            return tokens + self._gathered()
+        return tokens + self._travelling() * self.factors.travelling[self.has_gradient]
+
+    def _tokens(self) -> int:
+        """The queries, keys and values of a device."""
+        one, work = self.schedule.of_devices(), self.work
+        numbers = one.queries.shard_length * work.num_heads * work.width
+        numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
+        return work.batch * numbers * work.itemsize
 
     def _local(self) -> float:
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
-            one, work = schedule.of_devices(), self.work
-            numbers = one.queries.shard_length * work.num_heads * work.width
-            numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
-            return self.factors.laid_out[self.has_gradient] * work.batch * numbers * work.itemsize
+            laid_out = self.factors.laid_out[self.has_gradient]
+            if schedule.exchanges_rows:  # beside the tokens that these are taken from
+                laid_out = self.has_gradient + laid_out / schedule.branch.offset_rate
+            return laid_out * self._tokens()
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
         return rows * self.has_gradient / 2 if is_whole else rows
@@ -137,8 +166,8 @@ class _Kept(NamedTuple):
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
         schedule, row = self.schedule, self.row
-        of_sums = row.keys_grad * (1 + schedule.traits.rows_last)  # those that are laid out anew are there twice
-        of_key = 0.8 * (row.keys + of_sums) if self.has_gradient else 1.5 * row.keys
+        of_sums = row.keys_grad * (1.2 if schedule.traits.rows_last else 0.8)  # some are laid out anew
+        of_key = 0.7 * row.keys + of_sums if self.has_gradient else 1.5 * row.keys
         stay = schedule.queries.num_slots * (row.queries + row.query_grad)
         return stay + schedule.gather_size * schedule.keys.num_slots * of_key
 
@@ -150,18 +179,22 @@ class _Kept(NamedTuple):
             (schedule.keys, schedule.key_legs, row.keys, row.keys_grad),
         )
         do_queries = self.has_gradient and schedule.queries_travel
-        (stays, _, *of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
-        kept, come_by, rotations = stays.num_slots * sum(of_stays), own + sums, max(leg.rotations for leg in legs)
+        (stays, _, rows, of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
+        come_by, rotations = own + sums, max(leg.rotations for leg in legs)
+        are_copied = schedule.traits.copies_arguments or self.factors.laid_out is not None
+        copies = _COPIED[self.has_gradient] if schedule.traits.copies_arguments else 1
+        kept = stays.num_slots * (copies * rows + of_stays)
         if not schedule.is_closed:
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
-            kept += side.num_slots * own + 1.15 * sum(leg.halo_rows(side) for leg in legs) * come_by
+            halo = _HALO[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
+            kept += side.num_slots * own + halo * come_by
         if rotations > 1:
             # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
             is_swapped = schedule.is_balanced and schedule.branch.keeps_all
             kept += is_swapped * 2 * schedule.queries.num_slots * self.work.query_row(schedule)
             return kept + 2 * side.num_slots * come_by
-        if rotations and schedule.branch.keeps_all and not schedule.is_balanced:  # the arguments themselves
-            kept -= stays.num_slots * of_stays[0]
+        if schedule.is_closed and schedule.branch.keeps_all and not (schedule.is_balanced or are_copied):
+            kept -= stays.num_slots * rows  # the arguments themselves
         return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
 
     def _exchanged(self) -> float:
@@ -178,7 +211,7 @@ class _Kept(NamedTuple):
         of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
         exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
         if schedule.is_local:
-            return exchanged * (1.4 if schedule.traits.copies_arguments else 1)
+            return exchanged * (1.7 if schedule.traits.copies_arguments else 1)
         return exchanged / 2
 
     def _tiles(self) -> int:
