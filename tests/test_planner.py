@@ -518,7 +518,11 @@ def test_what_comes_by_is_there_with_its_sums():
 def test_what_fits_the_small_memory_of_a_tpu():
     """It is there in both memories, and the tokens that rows are taken from as well."""
     size = {"num_heads": 1, "head_dim": 128, "device": "v5p", "is_causal": True}
-    ring = lambda length, rate: plan([Segments(length, rate)], num_tokens=length, **size).forecasts[0].memory
+
+    def ring(length, rate, has_gradient=True):
+        options = {"num_tokens": length, "has_gradient": has_gradient, **size}
+        return plan([Segments(length, rate)], **options).forecasts[0].memory
+
     numbers = 2**10 * 128  # of a device's queries, one of eight
     given = numbers * 2 * (4 + 3)
     queries, keys = (2 + 2 + 4) * numbers + 2**10 * 2 * 4, 2 * (2 + 4) * numbers  # with gradients, lse and delta
@@ -526,6 +530,8 @@ def test_what_fits_the_small_memory_of_a_tpu():
     assert ring(2**13, 1) == given + round(1.2 * 1.1 * (rows + 2 * numbers * 2))
     assert ring(2**13, 2) == given + round(1.2 * (1.1 * rows / 2 + 3 * numbers * 2))
     assert ring(2**21, 2) == 2**8 * given + round(2**8 * 1.1 * rows / 2)
+    forward = (2 + 4) * numbers + 2 * 2 * 2 * numbers + 2 * 2 * numbers  # queries with sums, keys twice, halves
+    assert ring(2**13, 1, has_gradient=False) == numbers * 2 * (3 + 1) + round(2 * 0.7 * forward)
 
 
 def test_branches_share_a_peak():

@@ -30,7 +30,7 @@ class Factors(NamedTuple):
     one_rotation: float  # what comes by where nothing rotates on: in a loop it is there twice
     share_exchanged: float  # of branches that exchange all tokens, and share these where kernels read no copies
     small: int  # bytes of what is computed in a memory beside the main one
-    in_both: float  # how often that is there
+    in_both: tuple[float, float]  # how often that is there
 
 
 # CPUs are counted as GPUs are.
@@ -41,7 +41,7 @@ ON_GPUS = Factors(
     one_rotation=0.75,
     share_exchanged=0.05,
     small=0,
-    in_both=1,
+    in_both=(1, 1),
 )
 # Kernels for TPUs read heads that lie apart; the small memory is their vector memory.
 ON_TPUS = Factors(
@@ -51,7 +51,7 @@ ON_TPUS = Factors(
     one_rotation=1.5,
     share_exchanged=_SHARE,
     small=128 * 2**20,
-    in_both=1.2,
+    in_both=(2, 1.2),
 )
 
 
@@ -76,7 +76,7 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
         of_branches[_pairs_of(work, schedule)] = kept.bytes, _share(schedule, factors, has_gradient)
     (most, _), *others = sorted(of_branches.values(), reverse=True)
     beside = most + sum(share * num_bytes for num_bytes, share in others)
-    return beside * factors.in_both if is_small else beside
+    return beside * factors.in_both[has_gradient] if is_small else beside
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
