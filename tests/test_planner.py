@@ -544,6 +544,20 @@ def test_branches_share_a_peak():
     assert held(local, ring) - held(ring) == 0.75 * beside
 
 
+def test_what_is_exchanged():
+    """Beside exchanged tokens those of another branch are reused; of exchanged rows TPUs lay out nothing else."""
+    size = {"num_tokens": 2**19, "num_heads": 8, "is_causal": True}
+
+    def held(*branches, device="H100"):
+        forecasts = {one.strategy: one for one in plan(list(branches), **size, device=device).forecasts}
+        return forecasts["all_to_all"].memory
+
+    tokens = 65536 * 8 * 128 * 2  # of queries, as of keys and values
+    beside = held(Segments(2**19)) - tokens * (4 + 3)
+    assert held(Segments(2**19), Segments(2**18)) - held(Segments(2**19)) == pytest.approx(0.05 * beside, abs=1)
+    assert held(Segments(2**19, 4), device="v5e") == tokens * (4 + 3) + (1 + 2.25 / 4) * 3 * tokens
+
+
 def test_the_same_call_is_served_the_same_way():
     mesh, arguments = make_mesh(seq=8), {"pattern": LONGNET, "is_causal": True}
     shape = jax.ShapeDtypeStruct((1, 4096, 8, 16), jnp.float32)

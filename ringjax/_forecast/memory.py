@@ -64,6 +64,7 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
     given = (arguments + results) * work.itemsize
     beside = functools.partial(_beside, work, schedules, factors, has_gradient)
+    # What does not fit the small memory is there once: there the count falls, as the compilers' does.
     in_both = given + round(beside(is_small=True))
     return in_both if in_both < factors.small else given + round(beside(is_small=False))
 
@@ -138,8 +139,9 @@ class _Kept(NamedTuple):
         schedule = self.schedule
         if schedule.is_local:
             return self._local()
-        # In the small memory all tokens are there as well, where rows are taken from them.
-        tokens = 0 if schedule.branch.keeps_all or not self.is_small else self._tokens() * self.has_gradient
+        # In the small memory all tokens are there as well, where the gradient takes rows from them.
+        are_taken = self.is_small and self.has_gradient and not schedule.branch.keeps_all
+        tokens = self._tokens() if are_taken else 0
         if schedule.is_gathered:
             return tokens + self._gathered()
         return tokens + self._travelling() * self.factors.travelling[self.has_gradient]
@@ -156,8 +158,8 @@ class _Kept(NamedTuple):
         schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
             laid_out = self.factors.laid_out[self.has_gradient]
-            if schedule.exchanges_rows:  # beside the tokens that these are taken from
-                laid_out = self.has_gradient + laid_out / schedule.branch.offset_rate
+            if schedule.exchanges_rows:  # of the gradient, beside the tokens that these are taken from
+                laid_out = laid_out / schedule.branch.offset_rate + (1 if self.has_gradient else 0)
             return laid_out * self._tokens()
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
