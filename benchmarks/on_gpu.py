@@ -2,6 +2,8 @@
 
 `python benchmarks/on_gpu.py [FOLDER]` writes `gpu_*.json` to benchmarks/results or to FOLDER, and prints the tables.
 `python benchmarks/on_gpu.py --rehearse` runs the same code at small sizes on any device, and writes nothing.
+`--only=NAME,NAME` takes some of the measures. First all of them run once, each in a process of its own, beside each
+other: that compiles their programs, and says which of them end. Then they are measured, one by one.
 """
 
 import dataclasses
@@ -12,8 +14,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory as well
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+# What is compiled is kept, for the next process.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "ringjax-on-gpu"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import jax.numpy as jnp
@@ -29,33 +37,29 @@ import numpy as np
 import ringjax
 from benchmarks.timing import table
 from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._meeting import rows as meeting_rows
 from ringjax._meeting.meeting import Meeting, Slots
 from ringjax._meeting.protocol import Request
-from ringjax._meeting.rows import BranchHeads, Rows
 from ringjax._meeting.softmax import Keys, Weighting
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.schedule import BranchSchedule
 
 REHEARSAL = "--rehearse" in sys.argv
-KERNEL = "xla" if REHEARSAL else "cudnn"
+ONCE = "--once" in sys.argv  # nothing is measured
+KERNEL, PALLAS = ("xla", "xla") if REHEARSAL else ("cudnn", "mosaic")
 SHRINK = 64 if REHEARSAL else 1
 HEADS, ROUNDS = (2, 2) if REHEARSAL else (16, 20)
 WIDTHS = (16,) if REHEARSAL else (64, 128)
 KEPT = 2048 // SHRINK
 RATES = (1, 2, 4, 8, 16)
 LONGNET = tuple(KEPT * rate for rate in RATES), RATES
-LONG = 131072 // SHRINK
-# What is asked of the kernels in Pallas, on 8192 tokens, causal; and how long one of them may take to answer.
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "documents": {"document_ids": np.arange(8192 // SHRINK)[None] // (600 // SHRINK)},
-    "union": {"pattern": [ringjax.Segments(KEPT), ringjax.Segments(4 * KEPT, 4)], "merge": "union"},
-    "soft cap": {"logits_soft_cap": 20.0},
-    "dropout": {"dropout_rate": 0.1, "dropout_seed": 1},
-}
-PATIENCE = 90
+LENGTH, LONG = 8192 // SHRINK, 131072 // SHRINK
+CASES = "plain", "documents", "union", "soft cap", "dropout"
+# The seconds that a process may take to answer, and the processes beside each other.
+PATIENCE, PROCESSES = 150, 8
 
 Arrays = tuple[jax.Array, ...]
+Rows = list[dict[str, Any]]
 Call = Callable[[], Any]
 
 
@@ -99,6 +103,8 @@ def directions(function: Callable[..., Any], arrays: Arrays) -> dict[str, Call]:
 def device_seconds(call: Call) -> float:
     """Returns the seconds of one call: of several in a queue, so that the device never waits for the host."""
     jax.block_until_ready(call())
+    if ONCE:
+        return 1.0
     one = _queue(call, 1)
     count = max(1, min(ROUNDS, int(0.2 / one)))
     return statistics.median(_queue(call, count) for _ in range(3))
@@ -117,7 +123,7 @@ def compare(one: dict[str, Call], other: dict[str, Call], names: tuple[str, ...]
     return {name: device_seconds(other[name]) / device_seconds(one[name]) for name in names}
 
 
-def one_branch() -> list[dict[str, Any]]:
+def one_branch() -> Rows:
     """The branch (T, 1), beside cuDNN's dense attention."""
     rows = []
     for width in WIDTHS:
@@ -131,7 +137,7 @@ def one_branch() -> list[dict[str, Any]]:
     return rows
 
 
-def longnet() -> list[dict[str, Any]]:
+def longnet() -> Rows:
     """Five branches of 2048 rows: their rate over kept pairs, beside dense segments, dense attention and torch."""
     rows = []
     for width in WIDTHS:
@@ -147,7 +153,7 @@ def longnet() -> list[dict[str, Any]]:
             whole = directions(functools.partial(dense, is_causal=is_causal), arrays)
             for name, ratio in compare(calls, whole, ("forward", "gradient")).items():
                 row[f"{name}, faster than dense"] = ratio
-            if is_causal and not REHEARSAL:
+            if is_causal and not (REHEARSAL or ONCE):
                 torch = run_torch(width)
                 for name in ("forward", "gradient"):
                     row[f"{name}, faster than torch"] = torch[name] / device_seconds(calls[name])
@@ -164,7 +170,7 @@ def run_torch(width: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def share_of_selection() -> list[dict[str, Any]]:
+def share_of_selection() -> Rows:
     """What selecting rows and merging branches costs: LongNet's time beyond that of its kernels on ready rows."""
     rows = []
     for width in WIDTHS:
@@ -178,7 +184,7 @@ def share_of_selection() -> list[dict[str, Any]]:
     return rows
 
 
-def emulated_ring() -> list[dict[str, Any]]:
+def emulated_ring() -> Rows:
     """A causal ring of 8 on one device, each shard's steps in turn: the sum of the block times over one device's."""
     implementation, rows = IMPLEMENTATIONS[KERNEL], []
     for width in WIDTHS:
@@ -214,8 +220,10 @@ def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, imple
 
 
 def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
-    heads = BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
-    slots = lambda holder: Slots(Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True)
+    heads = meeting_rows.BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
+    slots = lambda holder: Slots(
+        meeting_rows.Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True
+    )
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
@@ -231,25 +239,28 @@ def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implement
     return lambda: compiled(chunks[shard][0], chunks)
 
 
-def errors() -> list[dict[str, Any]]:
+def errors() -> Rows:
     """Root mean square errors against float64, over those of cuDNN's dense attention."""
     rows, length = [], 2048 // SHRINK
+    patterns = {
+        "dense": {"segment_lengths": (length,), "dilation_rates": (1,)},
+        "three branches": {"segment_lengths": (length // 8, length // 2, length), "dilation_rates": (1, 4, 8)},
+    }
     for width in WIDTHS:
         for is_causal in (False, True):
             arrays = random(length, width, count=4, heads=2)
-            own = _errors(functools.partial(dense, is_causal=is_causal), arrays, ((length,), (1,)), is_causal)
-            for name, pattern in (
-                ("dense", ((length,), (1,))),
-                ("three branches", ((length // 8, length // 2, length), (1, 4, 8))),
-            ):
-                attend = functools.partial(ours, pattern=pattern, is_causal=is_causal)
-                found = _errors(attend, arrays, pattern, is_causal)
+            plain = functools.partial(dense, is_causal=is_causal)
+            own = _errors(plain, arrays, {**patterns["dense"], "is_causal": is_causal})
+            for name, pattern in patterns.items():
+                arguments = {**pattern, "is_causal": is_causal}
+                attend = functools.partial(ringjax.ring_dilated_attention, implementation=KERNEL, **arguments)
+                found = _errors(attend, arrays, arguments)
                 ratios = {key: found[key] / own[key] for key in found}
                 rows.append({"pattern": name, "H": width, "causal": str(is_causal), **ratios})
     return rows
 
 
-def _errors(function: Any, arrays: Arrays, pattern: Any, is_causal: bool) -> dict[str, float]:
+def _errors(function: Any, arrays: Arrays, arguments: dict[str, Any]) -> dict[str, float]:
     """The errors of the output and the gradients, each over the root mean square of what is right."""
     *inputs, cotangent = arrays
 
@@ -257,12 +268,7 @@ def _errors(function: Any, arrays: Arrays, pattern: Any, is_causal: bool) -> dic
         out, pullback = jax.vjp(function, *inputs)
         return out, *pullback(cotangent)
 
-    reference = functools.partial(
-        ringjax.dilated_attention_reference,
-        segment_lengths=pattern[0],
-        dilation_rates=pattern[1],
-        is_causal=is_causal,
-    )
+    reference = functools.partial(ringjax.dilated_attention_reference, **arguments)
     found = jax.jit(functools.partial(results, function))(tuple(inputs), cotangent)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(array), jnp.float64) for array in arrays]
@@ -275,7 +281,7 @@ def _errors(function: Any, arrays: Arrays, pattern: Any, is_causal: bool) -> dic
     }
 
 
-def packed_documents() -> list[dict[str, Any]]:
+def packed_documents() -> Rows:
     """16 packed documents, causal: the time of the same documents one by one over theirs, and XLA's over theirs."""
     rows, length, count = [], 32768 // SHRINK, 16
     for width in WIDTHS:
@@ -306,7 +312,7 @@ def _attend_to_documents(ids: jax.Array, *arrays: jax.Array, name: Any) -> Any:
     )
 
 
-def windows() -> list[dict[str, Any]]:
+def windows() -> Rows:
     """A causal window of 1024: its rate over that of cuDNN's own window, and over XLA's."""
     rows, length, size = [], 32768 // SHRINK, 1024 // SHRINK
     for width in WIDTHS:
@@ -331,35 +337,42 @@ def windows() -> list[dict[str, Any]]:
     return rows
 
 
-def pallas() -> list[dict[str, Any]]:
-    """The kernels in Pallas, each in a process of its own: beside cuDNN's where these serve, and beside XLA."""
-    rows = []
-    for case in CASES:
-        command = [sys.executable, __file__, "--case", case, *(["--rehearse"] if REHEARSAL else [])]
-        try:
-            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
-            rows.append({"case": case, "outcome": "measured", **json.loads(done.stdout.splitlines()[-1])})
-        except subprocess.TimeoutExpired:  # a kernel may wait for itself
-            rows.append({"case": case, "outcome": f"no answer in {PATIENCE} s"})
-        except subprocess.CalledProcessError as error:
-            rows.append({"case": case, "outcome": (error.stderr.strip().splitlines() or ["ended"])[-1][:200]})
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return [{column: row.get(column, "") for column in columns} for row in rows]
-
-
-def pallas_case(case: str) -> dict[str, Any]:
-    """Measures one of the cases."""
-    arrays = random(8192 // SHRINK, WIDTHS[-1])
-    arguments = {"pattern": [ringjax.Segments(8192 // SHRINK)], "is_causal": True, **CASES[case]}
+def in_pallas(case: str) -> Rows:
+    """The kernels in Pallas: their errors over XLA's, their times over XLA's, and beside cuDNN's where these serve."""
+    arrays, arguments = random(LENGTH, WIDTHS[-1]), _arguments(case, LENGTH)
     attend = lambda name: functools.partial(ringjax.ring_dilated_attention, implementation=name, **arguments)
-    calls = directions(attend("xla" if REHEARSAL else "mosaic"), arrays)
+    calls = directions(attend(PALLAS), arrays)
     by_xla, names = directions(attend("xla"), arrays), ("forward", "backward")
-    row: dict[str, Any] = {"largest difference to XLA over its spread": _error_beside(calls, by_xla)}
+    row: dict[str, Any] = {"case": case, **{f"{name}, ms": 1e3 * device_seconds(calls[name]) for name in names}}
     row |= {f"{name}, time over XLA's": 1 / ratio for name, ratio in compare(calls, by_xla, names).items()}
+    row["largest difference to XLA over its spread"] = _error_beside(calls, by_xla)
     if case == "plain":
         beside = compare(calls, directions(attend(KERNEL), arrays), names)
         row |= {f"{name}, rate over cuDNN's": ratio for name, ratio in beside.items()}
-    return row
+    return [row]
+
+
+def errors_in_pallas(case: str) -> Rows:
+    """The kernels in Pallas: their root mean square errors against float64, over those of XLA."""
+    arguments = _arguments(case, LENGTH // 4)
+    arrays = random(LENGTH // 4, WIDTHS[-1], count=4, heads=2)
+    found, by_xla = (
+        _errors(functools.partial(ringjax.ring_dilated_attention, implementation=name, **arguments), arrays, arguments)
+        for name in (PALLAS, "xla")
+    )
+    return [{"case": case, **{name: found[name] / by_xla[name] for name in found}}]
+
+
+def _arguments(case: str, length: int) -> dict[str, Any]:
+    """What is asked of the kernels."""
+    others: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "documents": {"document_ids": np.arange(length)[None] // (600 // SHRINK)},
+        "union": {"pattern": [ringjax.Segments(length // 4), ringjax.Segments(length, 4)], "merge": "union"},
+        "soft cap": {"logits_soft_cap": 20.0},
+        "dropout": {"dropout_rate": 0.1, "dropout_seed": 1},
+    }
+    return {"pattern": [ringjax.Segments(length)], "is_causal": True, **others[case]}
 
 
 def _error_beside(calls: dict[str, Call], others: dict[str, Call]) -> float:
@@ -370,7 +383,7 @@ def _error_beside(calls: dict[str, Call], others: dict[str, Call]) -> float:
     return max(float(np.abs(a - b).max() / b.std()) for a, b in zip(found, expected, strict=True))
 
 
-def longest() -> list[dict[str, Any]]:
+def longest() -> Rows:
     """The longest sequence of a power of two whose LongNet gradient runs: 16 heads of width 128."""
     width, length, found = WIDTHS[-1], 2**20 // SHRINK, 0
     while length <= 2**22 // SHRINK:
@@ -387,10 +400,73 @@ def longest() -> list[dict[str, Any]]:
     return [{"H": width, "longest sequence trained": found}]
 
 
+# In the order of what they tell. What is in Pallas may wait for itself: it runs in processes of its own alone.
+MEASURES: dict[str, Callable[[], Rows]] = {
+    measure.__name__: measure
+    for measure in (
+        errors,
+        packed_documents,
+        windows,
+        one_branch,
+        longnet,
+        emulated_ring,
+        share_of_selection,
+        longest,
+    )
+}
+IN_PALLAS = {
+    measure.__name__: {f"{measure.__name__}: {case}": functools.partial(measure, case) for case in CASES}
+    for measure in (errors_in_pallas, in_pallas)
+}
+
+
+def answers(names: list[str], *flags: str) -> list[Rows]:
+    """Returns what measures return in a process of its own, up to the first that fails, and why it does."""
+    flags = (*flags, *(["--rehearse"] if REHEARSAL else []))
+    command = [sys.executable, __file__, f"--measures={','.join(names)}", *flags]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired as error:
+        printed, reason = error.stdout or b"", f"no answer in {PATIENCE} s"
+    except subprocess.CalledProcessError as error:
+        printed, reason = error.stdout, (error.stderr.strip().splitlines() or ["ended"])[-1][:200]
+        print(error.stderr[-3000:], file=sys.stderr)
+    else:
+        printed, reason = done.stdout, ""
+    text = printed.decode() if isinstance(printed, bytes) else printed
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("[{")]
+    return [*found, [{"outcome": reason}]] if reason else found
+
+
+def try_all(names: list[str]) -> list[str]:
+    """Runs measures once, each in a process of its own, beside each other; returns those that end."""
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        found = list(pool.map(lambda name: answers([name], "--once"), names))
+    for name, rows in zip(names, found, strict=True):
+        print(name, rows[-1][-1].get("outcome", "ends"), flush=True)
+    return [name for name, rows in zip(names, found, strict=True) if "outcome" not in rows[-1][-1]]
+
+
+def measure(name: str, ended: list[str]) -> Rows:
+    """Returns the rows of one measure, or of one for each case of what is in Pallas."""
+    if name in IN_PALLAS:
+        cases = [case for case in IN_PALLAS[name] if case in ended]
+        rows = [row for found in (answers(cases) if cases else []) for row in found]
+        return [*rows, *({"case": case, "outcome": "does not end"} for case in IN_PALLAS[name] if case not in ended)]
+    try:
+        return MEASURES[name]()
+    except Exception as error:  # the others are measured all the same
+        traceback.print_exc()
+        return [{"outcome": str(error).strip()[:200]}]
+
+
 def main() -> None:
-    """Runs everything, writes it, and prints the tables last; or measures the case that a process was asked for."""
-    if "--case" in sys.argv:
-        print(json.dumps(pallas_case(sys.argv[sys.argv.index("--case") + 1])))
+    """Runs everything, writes it, and prints the tables last; or measures what a process was asked for."""
+    given = {name: value.split(",") for name, _, value in (argument.partition("=") for argument in sys.argv) if value}
+    single = {name: function for group in (MEASURES, *IN_PALLAS.values()) for name, function in group.items()}
+    if "--measures" in given:
+        for name in given["--measures"]:
+            print(json.dumps(single[name]()), flush=True)
         return
     folders = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
     folder = folders[0] if folders else ROOT / "benchmarks" / "results"
@@ -399,30 +475,22 @@ def main() -> None:
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
         "date": datetime.date.today().isoformat(),
     }
-    lines = []
-    measures = (
-        errors,
-        packed_documents,
-        windows,
-        pallas,
-        one_branch,
-        longnet,
-        share_of_selection,
-        emulated_ring,
-        longest,
-    )
-    for measure in measures:
-        begin = time.perf_counter()
-        rows = measure()
+    names = given.get("--only", [*IN_PALLAS, *MEASURES])
+    begin, lines = time.perf_counter(), []
+    tried = [name for name in single if name.split(":")[0] in names and name != "longest"]  # which needs all memory
+    ended = try_all(tried)
+    for name in names:
+        print(name, f"after {time.perf_counter() - begin:.0f} s", flush=True)
+        rows = measure(name, ended)
         jax.clear_caches()
-        seconds = f"{time.perf_counter() - begin:.0f} s"
-        print(measure.__name__, seconds, flush=True)
-        claim = (measure.__doc__ or "").splitlines()[0]
+        function = MEASURES.get(name) or next(iter(IN_PALLAS[name].values())).func
+        claim = (function.__doc__ or "").splitlines()[0]
         lines += ["", claim, *table(rows)]
+        print(*lines[-2 - len(rows) :], sep="\n", flush=True)
         if not REHEARSAL:
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps({**about, "claim": claim, "rows": rows}, indent=1)
-            (folder / f"gpu_{measure.__name__}.json").write_text(text + "\n")
+            (folder / f"gpu_{name}.json").write_text(text + "\n")
     print(f"{about['device']}, jax {jax.__version__}, {about['date']}", *lines, sep="\n")
 
 
