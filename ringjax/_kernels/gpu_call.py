@@ -8,14 +8,13 @@ turn it is.
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array
 
 from ringjax._kernels.operands import KEYS, KernelCall, KernelOperand, Sizes, flatten
-from ringjax._kernels.tile_list import WHOLE, Step, find_stretches, list_tiles, passing
+from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
 
 # With what is in newer versions of jax alone.
 plgpu: Any = mosaic_gpu
@@ -99,8 +98,7 @@ class _Lists(NamedTuple):
     stays: Any
     starts: Any
     stops: Any
-    tiles: Any
-    notes: Any
+    steps: Any
 
 
 class _Block(NamedTuple):
@@ -108,6 +106,7 @@ class _Block(NamedTuple):
 
     call: KernelCall
     leaves: list[KernelOperand]
+    results: list[KernelOperand]
     tree: Any
     lists: _Lists
     refs: list[Any]
@@ -133,34 +132,32 @@ class _Block(NamedTuple):
 
     def is_whole(self, step: Any) -> Any:
         """Whether no mask cuts what meets in a step."""
-        return Step(self.lists.notes[self.entry(step)[0]]).case == WHOLE
+        return is_whole_step(self.lists.steps[self.entry(step)[0]])
 
     def copy(self, number: int, entry: Any, group: Any, room: Any, barrier: Any) -> None:
         """Copies a tile of an operand."""
         leaf, ref = self.leaves[number], self.refs[number]
-        place = self.sizes.place(self.head, group, self.stays, passing(self.lists.tiles[entry]))
+        place = self.sizes.place(self.head, group, self.stays, passing_in(self.lists.steps[entry]))
         rows = pl.ds(place.tiles[leaf.side] * TILE_ROWS, TILE_ROWS)
-        at = (leaf.number(place), 0, rows) if leaf.is_row else (leaf.number(place), rows)
-        plgpu.copy_gmem_to_smem(ref.at[at], room, barrier)
+        plgpu.copy_gmem_to_smem(ref.at[leaf.at(place, rows)], room, barrier)
 
 
 def launch(call: KernelCall) -> list[Array]:
     """Runs a kernel; `call.kernel` is a `GpuKernel`."""
     (leaves, tree), outs = flatten(call.operands()), call.outs()
-    lists, stretches = list_tiles(call.visits, 1), find_stretches(call.visits)
-    flat = stretches.tile.reshape(-1), stretches.start.reshape(-1), stretches.stop.reshape(-1)
-    scalars, num_tiles = _Lists(*flat, lists.tiles, lists.notes), stretches.tile.shape[1]
+    stretches = find_stretches(call.visits)
+    scalars, num_tiles = _Lists(*(array.reshape(-1) for array in stretches)), stretches.tile.shape[1]
     arrays = [leaf.array for leaf in leaves]
 
     def body(*refs: Any) -> None:
-        block, warpgroup = _enter(call, leaves, tree, num_tiles, refs), jax.lax.axis_index("warpgroup")
+        block, warpgroup = _enter(call, leaves, outs, tree, num_tiles, refs), jax.lax.axis_index("warpgroup")
         pl.when(warpgroup < _COMPUTING)(lambda: _compute(block, warpgroup))
         pl.when(warpgroup == _COMPUTING)(lambda: _copy(block))
 
     body.__name__ = f"ringjax_{call.name}"
     run = plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct(out.array.shape, jnp.float32) for out in outs],
+        out_type=[jax.ShapeDtypeStruct(out.array.shape, out.array.dtype) for out in outs],
         scratch_types=[_make_rooms(call, leaves), _make_barriers(call, leaves)],
         grid=(call.sizes.heads[call.stays] * num_tiles,),
         grid_names=("tile",),
@@ -175,21 +172,29 @@ def launch(call: KernelCall) -> list[Array]:
     return call.take_back([jax.lax.pcast(array, varying, to="varying") for array in run(*scalars, *arrays)])
 
 
-def _enter(call: KernelCall, leaves: list[KernelOperand], tree: Any, num_tiles: int, refs: tuple[Any, ...]) -> _Block:
+def _enter(
+    call: KernelCall,
+    leaves: list[KernelOperand],
+    results: list[KernelOperand],
+    tree: Any,
+    num_tiles: int,
+    refs: tuple[Any, ...],
+) -> _Block:
     """Returns what a block of threads knows, which begins: the head and the tile that are its own, and its stretch."""
     lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
     index, per_head, sizes = jax.lax.axis_index("tile"), np.int32(num_tiles), call.sizes
     head, number = jax.lax.div(index, per_head), jax.lax.rem(index, per_head)
     stretch = jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)) * per_head + number
     start, groups = lists.starts[stretch], sizes.groups if call.stays == KEYS else 1
-    *results, rooms, barriers = refs[len(leaves) :]
+    *outs, rooms, barriers = refs[len(leaves) :]
     return _Block(
         call,
         leaves,
+        results,
         tree,
         lists,
         refs=list(refs[: len(leaves)]),
-        outs=results,
+        outs=outs,
         rooms=list(rooms),
         barriers=Barriers(*barriers),
         head=head,
@@ -262,9 +267,10 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     kernel: GpuKernel = block.call.kernel
     own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
     rows = pl.ds(block.stays * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
-    # Numbers of rows are [B, heads, rows] in a call, and [B * heads, 1, rows] here.
-    at = lambda result, ref: ref.at[block.head, 0, rows] if len(result.shape) == 3 else ref.at[block.head, rows]
-    before = tuple(at(*pair) for pair in zip(block.call.results, block.refs[len(block.rooms) :], strict=False))
+    place = block.sizes.place(block.head, 0, block.stays, 0)
+    outs = [ref.at[out.at(place, rows)] for out, ref in zip(block.results, block.outs, strict=True)]
+    sums = zip(block.leaves[len(block.rooms) :], block.refs[len(block.rooms) :], strict=True)
+    before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in sums)
     turn = lambda: plgpu.barrier_arrive_and_wait(block.barriers.turn)
     plgpu.barrier_wait(block.barriers.stays)
 
@@ -280,5 +286,6 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     sums = jax.lax.fori_loop(np.int32(0), block.num_steps, take, kernel.start(before))
     if kernel.takes_turns:
         pl.when(warpgroup == 0)(turn)
-    for out, ref, result in zip(block.call.results, block.outs, kernel.finish(sums, before), strict=True):
-        at(out, ref)[...] = result
+    for out, result in zip(outs, kernel.finish(sums, before), strict=True):
+        # In 16 bits half a line at a time.
+        plgpu.store(out, result.astype(out.dtype), optimized=False)

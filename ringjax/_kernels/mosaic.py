@@ -1,8 +1,8 @@
 """The implementation "mosaic": kernels in Pallas that know every mask, over lists of the tiles that meet.
 
-Laid out as these kernels have them: queries [B, N, T, H], keys [B, K, S, H], T and S the slots of a shard, chunk after
-chunk. Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is
-said by the masks.
+Laid out as these kernels have them: queries [B, N, T, H] and keys [B, K, S, H] for TPUs, [B, T, N, H] and [B, S, K, H]
+for GPUs, T and S the slots of a shard, chunk after chunk. Masks are of tiles of so many rows as a kernel takes, which
+do not end where chunks do: what chunks keep apart is said by the masks.
 """
 
 import abc
@@ -31,6 +31,7 @@ LANES = 128  # rows of tiles are multiples of these
 # is read, which the v6e with its many products needs.
 ROWS_BY_KIND = {"v6": (1024, 512)}
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
+LINE_WIDTH, MOST_WIDTH = 64, 128  # of heads on GPUs: whole lines of shared memory, and what registers have room for
 # The GPUs whose matrix units the kernels for GPUs use.
 HOPPER = "H100", "H200", "H800", "H20", "GH200"
 FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
@@ -57,9 +58,9 @@ class Mosaic(KernelImplementation):
 
     interpret: Any = False
 
-    slots_axis = 2
     traits = Traits()
     dtypes: ClassVar[tuple[str, str]]  # those that it computes in
+    width_multiple: ClassVar[int] = 1  # of which heads are made
 
     @property
     @abc.abstractmethod
@@ -88,23 +89,14 @@ class Mosaic(KernelImplementation):
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
         return dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
 
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-        """Puts heads before rows."""
-        del side
-        return rearrange(rows, "B m K (G D) -> B (K G) m D", G=groups or 1)
-
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        del side
-        return rearrange(tiles, "B (K G) m D -> B m K (G D)", K=heads)
-
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
         """Returns the masks of tiles of queries."""
-        mask = self._tile(mask_queries(_unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
+        mask = self._tile(mask_queries(self._unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
         return View(mask, outline_queries(mask, 1), slots.documents is not None)
 
     def see_keys(self, slots: Slots) -> View:
         """Returns the masks of tiles of keys."""
-        mask = mask_keys(_unfold(slots), are_chunks_apart=False)
+        mask = mask_keys(self._unfold(slots), are_chunks_apart=False)
         # True for all slots that do not say otherwise: `_tile` adds rows with False.
         is_key = jnp.ones_like(mask.position, bool)
         mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
@@ -116,14 +108,16 @@ class Mosaic(KernelImplementation):
         self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: KernelPartial
     ) -> KernelPartial:
         """Adds the attention of queries on keys to that on others, where there are any."""
-        mask, length = make_mask(meeting), query.shape[2]
+        mask, length = make_mask(meeting), query.shape[self.slots_axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
-        key, value = (_pad(array, of_keys) for array in keys)
-        before = None if meeting.is_only else tuple(_pad(array, of_queries) for array in partial)
+        key, value = (self._pad(array, of_keys) for array in keys)
+        before = None
+        if not meeting.is_only:
+            before = self._pad(partial.out, of_queries), self._by_heads(self._pad(partial.lse, of_queries))
         dtype = query.dtype if meeting.is_final else jnp.float32
-        given = Given(_pad(query, of_queries), key, value, mask, weighting, self.interpret, dtype)
-        out, lse = self.kernels.forward(given, before)
-        return KernelPartial(out[:, :, :length], lse[:, :, :length])
+        given = self._given(self._pad(query, of_queries), key, value, mask, weighting)
+        out, lse = self.kernels.forward(given._replace(result_dtype=dtype), before)
+        return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_slots(lse), length))
 
     def start_gradients(self, queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> KernelGradients:
         del loop_index
@@ -135,31 +129,64 @@ class Mosaic(KernelImplementation):
     def backward(
         self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
-        mask, length, key_length = make_mask(meeting), queries.query.shape[2], keys.key.shape[2]
+        mask, axis = make_mask(meeting), self.slots_axis
+        length, key_length = queries.query.shape[axis], keys.key.shape[axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
-        padded = Queries(*(_pad(array, of_queries) for array in queries))
-        key, value = (_pad(array, of_keys) for array in keys)
-        dtype = padded.query.dtype if meeting.is_final else jnp.float32
-        given = Given(padded.query, key, value, mask, weighting, self.interpret, dtype)
-        # Products are of arrays of one dtype.
-        out_grad, stats = padded.out_grad.astype(padded.query.dtype), Stats(padded.lse, padded.delta)
-        given = given._replace(out_grad=out_grad, stats=stats)
+        padded = Queries(*(self._pad(array, of_queries) for array in queries))
+        key, value = (self._pad(array, of_keys) for array in keys)
+        given = self._given(padded.query, key, value, mask, weighting)._replace(
+            result_dtype=padded.query.dtype if meeting.is_final else jnp.float32,
+            out_grad=padded.out_grad.astype(padded.query.dtype),  # products are of arrays of one dtype
+            stats=Stats(self._by_heads(padded.lse), self._by_heads(padded.delta)),
+        )
 
         def before(of_mask: Array, *sums: Any) -> Any:
             is_first = meeting.is_only or sums[0] is None
-            return None if is_first else tuple(_pad(one, of_mask) for one in sums)
+            return None if is_first else tuple(self._pad(one, of_mask) for one in sums)
 
         query_grad = self.kernels.backward_queries(given, before(of_queries, grads.query))
         keys_grad = self.kernels.backward_keys(given, before(of_keys, grads.key, grads.value))
-        return KernelGradients(query_grad[:, :, :length], *(grad[:, :, :key_length] for grad in keys_grad))
+        keys_grad = (self._cut(grad, key_length, like) for grad, like in zip(keys_grad, keys, strict=True))
+        return KernelGradients(self._cut(query_grad, length, queries.query), *keys_grad)
+
+    def _given(self, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting) -> Given:
+        return Given(query, key, value, mask, weighting, self.slots_axis, self.interpret)
+
+    def _unfold(self, slots: Slots) -> Slots:
+        """Returns slots with their documents in the tiles of the side."""
+        if slots.documents is None:
+            return slots
+        sizes = {"C": slots.side.chunks_per_tile, "R": slots.side.block_rows}
+        by_heads = self._by_heads(slots.documents)
+        return slots._replace(documents=rearrange(by_heads, "B O (J C R) -> J B C O R", **sizes))
 
     def _tile(self, mask: Any, most_rows: int) -> Any:
         return _tile(mask, most_rows, self.kernels.parts_of)
+
+    def _pad(self, array: Array, of_mask: Array) -> Array:
+        """Adds rows of zeros, as many as masks of tiles have, and to heads the width that kernels want."""
+        ends = _ends(array, self.slots_axis, of_mask.shape[0] * of_mask.shape[-1])
+        if array.ndim == 4:
+            ends[-1] = 0, -array.shape[-1] % self.width_multiple
+        return jnp.pad(array, ends)
+
+    def _cut(self, array: Array, length: int, like: Array | None = None) -> Array:
+        rows = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis)
+        return rows if like is None else rows[..., : like.shape[-1]]
+
+    # Kernels have the numbers of rows by heads, [B, N, T].
+
+    def _by_heads(self, numbers: Array) -> Array:
+        return jnp.moveaxis(numbers, self.slots_axis, 2)
+
+    def _by_slots(self, numbers: Array) -> Array:
+        return jnp.moveaxis(numbers, 2, self.slots_axis)
 
 
 class MosaicTpu(Mosaic):
     """The implementation by kernels for TPUs."""
 
+    slots_axis = 2
     platform = "tpu"
     dtypes = "bfloat16", "float32"
 
@@ -169,6 +196,15 @@ class MosaicTpu(Mosaic):
         from ringjax._kernels import tpu  # noqa: PLC0415
 
         return tpu
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Puts heads before rows: a TPU's registers have the last two dimensions."""
+        del side
+        return rearrange(rows, "B m K (G D) -> B (K G) m D", G=groups or 1)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        del side
+        return rearrange(tiles, "B (K G) m D -> B m K (G D)", K=heads)
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
@@ -187,8 +223,11 @@ class MosaicTpu(Mosaic):
 class MosaicGpu(Mosaic):
     """The implementation by kernels for Hopper GPUs."""
 
+    slots_axis = 1
+    traits = Traits(are_added_at_once=True)
     platform = "cuda"
     dtypes = "bfloat16", "float16"
+    width_multiple = LINE_WIDTH
 
     @property
     def kernels(self) -> Kernels:
@@ -196,6 +235,15 @@ class MosaicGpu(Mosaic):
         from ringjax._kernels import gpu  # noqa: PLC0415
 
         return gpu
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Leaves rows where they are: a GPU copies those of one head from among all."""
+        del side
+        return rearrange(rows, "B m K (G D) -> B m (K G) D", G=groups or 1)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        del side
+        return rearrange(tiles, "B m (K G) D -> B m K (G D)", K=heads)
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
@@ -210,8 +258,8 @@ class MosaicGpu(Mosaic):
             found = ".".join(map(str, assembler))
             return f"nvidia-cuda-nvcc-cu12 {found} miscompiles masked kernels: install 12.9.86 or later"
         widths = request.query.shape[-1], request.value.shape[-1]
-        if not {64, 128}.issuperset(widths):
-            return f"on GPUs heads must be 64 or 128 wide in query and in value: they are {widths[0]} and {widths[1]}"
+        if max(widths) > MOST_WIDTH:
+            return f"on GPUs heads of query and value may be {MOST_WIDTH} wide: they are {widths[0]} and {widths[1]}"
         return None
 
     def tile_rows(self, request: Request) -> tuple[int, int]:
@@ -226,14 +274,6 @@ def _version_of(package: str) -> tuple[int, ...] | None:
         return tuple(int(part) for part in metadata.version(package).split(".")[:3])
     except metadata.PackageNotFoundError:
         return None
-
-
-def _unfold(slots: Slots) -> Slots:
-    """Returns slots with their documents in the tiles of the side."""
-    if slots.documents is None:
-        return slots
-    sizes = {"C": slots.side.chunks_per_tile, "R": slots.side.block_rows}
-    return slots._replace(documents=rearrange(slots.documents, "B O (J C R) -> J B C O R", **sizes))
 
 
 def _tile_rows(slots: Slots) -> tuple[int, int]:
@@ -254,11 +294,6 @@ def _tile(mask: Any, most_rows: int, parts_of: Callable[[int], tuple[int, ...]])
         return jnp.moveaxis(tiles, -2, 0)[:, :, None]  # [I, A, 1, O, R]
 
     return jax.tree_util.tree_map_with_path(cut, mask)
-
-
-def _pad(array: Array, of_mask: Array, axis: int = 2) -> Array:
-    """Adds rows of zeros, as many as masks of tiles have."""
-    return jnp.pad(array, _ends(array, axis, of_mask.shape[0] * of_mask.shape[-1]))
 
 
 def _ends(array: Array, axis: int, size: int) -> list[tuple[int, int]]:

@@ -32,17 +32,19 @@ class Stats(NamedTuple):
 class Given(NamedTuple):
     """What meets: rows of queries and of keys, laid out in tiles, and their mask; the last two for gradients alone.
 
+    Rows follow each other along the `rows_axis`: heads are before them, [B, N, T, H], or behind, [B, T, N, H].
     `interpret` says how Pallas interprets kernels, if it does. Results are of the `result_dtype`, but for the lse.
     """
 
-    query: Float[Array, "B N T H"]
-    key: Float[Array, "B K S H"]
-    value: Float[Array, "B K S V"]
+    query: Float[Array, "B _ _ H"]
+    key: Float[Array, "B _ _ H"]
+    value: Float[Array, "B _ _ V"]
     mask: Mask
     weighting: Weighting
+    rows_axis: int
     interpret: Any = False
     result_dtype: Any = jnp.float32
-    out_grad: Float[Array, "B N T V"] | None = None
+    out_grad: Float[Array, "B _ _ V"] | None = None
     stats: Stats | None = None
 
 
@@ -82,7 +84,7 @@ class Place(NamedTuple):
 class KernelOperand(NamedTuple):
     """An array that kernels read or write tile by tile: [any, rows, width], or [any, 1, rows] of numbers.
 
-    `number(place)` says which one of the first dimension.
+    `number(place)` says which one of the first dimension; of [B, rows, heads, width], which one of all heads.
     """
 
     array: Any
@@ -94,6 +96,16 @@ class KernelOperand(NamedTuple):
     def axis(self) -> int:
         """The axis of rows."""
         return 2 if self.is_row else 1
+
+    def at(self, place: Place, rows: Any) -> tuple[Any, ...]:
+        """Returns the index of some rows of a place."""
+        number = self.number(place)
+        if self.is_row:
+            return number, 0, rows
+        if len(self.array.shape) == 3:
+            return number, rows
+        heads = np.int32(self.array.shape[2])
+        return jax.lax.div(number, heads), rows, jax.lax.rem(number, heads)
 
 
 class KernelCall(NamedTuple):
@@ -112,6 +124,7 @@ class KernelCall(NamedTuple):
     stats: Any
     results: tuple[Any, ...]
     operations: int
+    rows_axis: int
     parts: int = 1
     scratch: tuple[Any, ...] = ()
     interpret: Any = False
@@ -130,23 +143,24 @@ class KernelCall(NamedTuple):
     def sizes(self) -> Sizes:
         """The sizes."""
         rows = self.mask.queries.last.shape[-1], self.mask.keys.position.shape[-1]
-        (batch, heads, *_), kv_heads = self.queries[0].shape, self.keys[0].shape[1]
+        batch, heads_axis = self.queries[0].shape[0], 3 - self.rows_axis
+        heads, kv_heads = (arrays[0].shape[heads_axis] for arrays in (self.queries, self.keys))
         parts = (1, self.parts) if self.stays == QUERIES else (self.parts, 1)
         lists = self.mask.visits.meets.shape[0]
         return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays)
 
     def outs(self) -> list[KernelOperand]:
         """Returns what it writes."""
-        return [_of_heads(shape, self.stays, is_row=len(shape.shape) == 3) for shape in self.results]
+        return [self._of_heads(shape, self.stays) for shape in self.results]
 
     def operands(self) -> tuple[Any, ...]:
         """Returns what it reads, in trees: the masks of both sides, queries, keys, stats, and what is added to."""
-        of_side = lambda arrays, side: tuple(_of_heads(array, side) for array in arrays)
+        of_side = lambda arrays, side: tuple(self._of_heads(array, side) for array in arrays)
         return (
             _masks(self.mask, self.sizes),
             of_side(self.queries, QUERIES),
             of_side(self.keys, KEYS),
-            jax.tree.map(lambda array: _of_heads(array, QUERIES, is_row=True), self.stats),
+            jax.tree.map(lambda array: self._of_heads(array, QUERIES), self.stats),
             tuple(out for out in self.outs() if isinstance(out.array, jax.Array)),
         )
 
@@ -156,19 +170,28 @@ class KernelCall(NamedTuple):
 
     def cost(self, arrays: list[Any]) -> dict[str, int]:
         """Returns what compilers, who see none of it, take the kernel for, as `pl.CostEstimate` has it: all pairs."""
-        pairs = math.prod(self.queries[0].shape[:3]) * self.keys[0].shape[2]
+        pairs = math.prod(self.queries[0].shape[:3]) * self.keys[0].shape[self.rows_axis]
         num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
         return {"flops": pairs * self.operations, "transcendentals": pairs, "bytes_accessed": num_bytes}
+
+    def _of_heads(self, array: Any, side: int) -> KernelOperand:
+        """An array of rows with a width, or of numbers [B, heads, rows]; or its shape."""
+        is_row, shape = len(array.shape) == 3, array.shape
+        if is_row or self.rows_axis == 2:
+            shape = (math.prod(shape[:2]), *([1] if is_row else []), *shape[2:])
+        flat = array.reshape(shape) if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(shape, array.dtype)
+        return KernelOperand(flat, side, is_row, lambda place: place.heads[side])
 
 
 def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
     """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
     query, width = given.query, given.value.shape[-1]
-    shape = lambda dtype, *last: jax.ShapeDtypeStruct((*query.shape[:3], *last), dtype)
-    results = before or (shape(given.result_dtype, width), shape(jnp.float32))
+    batch, heads, rows = (query.shape[axis] for axis in (0, 3 - given.rows_axis, given.rows_axis))
+    out = jax.ShapeDtypeStruct((*query.shape[:3], width), given.result_dtype)
+    results = before or (out, jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
     arrays = (query,), (given.key, given.value), ()
-    operations = 2 * (query.shape[-1] + width)
-    return KernelCall("forward", kernel, given.mask, QUERIES, *arrays, results, operations, interpret=given.interpret)
+    cost = 2 * (query.shape[-1] + width), given.rows_axis
+    return KernelCall("forward", kernel, given.mask, QUERIES, *arrays, results, *cost, interpret=given.interpret)
 
 
 def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> KernelCall:
@@ -180,21 +203,14 @@ def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ..
     of_stays = (query,) if stays == QUERIES else keys
     results = before or tuple(jax.ShapeDtypeStruct(array.shape, given.result_dtype) for array in of_stays)
     arrays = (query, given.out_grad), keys, given.stats, results
-    operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
+    cost = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays)), given.rows_axis
     name = "query_gradient" if stays == QUERIES else "key_gradient"
-    return KernelCall(name, kernel, given.mask, stays, *arrays, operations, interpret=given.interpret)
+    return KernelCall(name, kernel, given.mask, stays, *arrays, *cost, interpret=given.interpret)
 
 
 def flatten(given: Any) -> tuple[list[KernelOperand], Any]:
     """Returns the operands of a tree, and its structure."""
     return jax.tree.flatten(given, is_leaf=lambda leaf: isinstance(leaf, KernelOperand))
-
-
-def _of_heads(array: Any, side: int, is_row: bool = False) -> KernelOperand:
-    """An array [B, heads, rows, width], or [B, heads, rows] of numbers, or its shape."""
-    shape = (math.prod(array.shape[:2]), *([1] if is_row else []), *array.shape[2:])
-    flat = array.reshape(shape) if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(shape, array.dtype)
-    return KernelOperand(flat, side, is_row, lambda place: place.heads[side])
 
 
 def _of_mask(array: Array, side: int, sizes: Sizes) -> KernelOperand:

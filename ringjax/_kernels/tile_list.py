@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from ringjax._meeting.mask import Visits
@@ -30,11 +31,16 @@ class TileList(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Of each list, the tiles that stay, the longest first, and the range of steps of each."""
+    """Of each tile that stays the range of its steps, each with one tile that comes by.
+
+    Of each list, the longest ranges come first. A step is the number of the tile that comes by, and whether no mask
+    cuts what meets there.
+    """
 
     tile: Int[Array, "L I"]
     start: Int[Array, "L I"]
     stop: Int[Array, "L I"]
+    steps: Int[Array, "L I J"]
 
 
 class Step(NamedTuple):
@@ -76,6 +82,16 @@ def staying(tile: Any) -> Any:
     return tile >> _HALF
 
 
+def is_whole_step(step: Any) -> Any:
+    """Returns whether no mask cuts what meets in a step of a stretch."""
+    return (step & 1) != 0
+
+
+def passing_in(step: Any) -> Any:
+    """Returns the number of the tile that comes by in a step of a stretch."""
+    return step >> 1
+
+
 def passing(tile: Any) -> Any:
     """Returns the number of the tiles that come by."""
     return tile & ((1 << _HALF) - 1)
@@ -86,9 +102,7 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
     meets, is_whole = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in visits)
     meets, is_whole = (array.reshape(*array.shape[:2], -1, parts) for array in (meets, is_whole))  # [L, I, J, P]
     lists, rows, columns, _ = meets.shape
-    if max(rows, columns) >= 1 << (_HALF - 1) or meets.size >= 2**31:
-        words = "are too many on one device: use more devices, or implementation='xla'"
-        raise ValueError(f"{rows} tiles of queries or keys and {columns} of the others {words}")
+    _check_size(meets, rows, columns, most=1 << (_HALF - 1))
     number, row, column = _numbers(lists, rows, columns)
     some, every, whole = meets.any(axis=-1), meets.all(axis=-1), (meets & is_whole).all(axis=-1)
     case = jnp.where(whole, WHOLE, jnp.where(every, CUT, jnp.where(some, SOME, NOTHING)))
@@ -100,16 +114,26 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
 
 
 def find_stretches(visits: Visits) -> Stretches:
-    """Returns where the tiles that each tile meets are in the list of `list_tiles`, with one of them in a step.
+    """Returns where the tiles that each tile meets are, for blocks of threads that take one tile that stays each.
 
-    A tile that meets none has an empty stretch: the step that it has in the list is passed over. Who begins with the
-    longest stretches ends with short ones, and no processor is left alone with a long one.
+    Who begins with the longest ranges ends with short ones, and no processor is left alone with a long one.
     """
+    lists, rows, columns = visits.meets.shape
+    _check_size(visits.meets, rows, columns, most=1 << 30)
+    number, _, column = _numbers(lists, rows, columns)
+    # Those that meet come first, row by row: a range begins where its row does.
+    steps = jnp.where(visits.meets, (column << 1) | visits.is_whole, np.iinfo(np.int32).max)
     length = visits.meets.sum(axis=2, dtype=jnp.int32)  # [L, I]
-    steps = jnp.maximum(length, 1)
-    start = jnp.cumsum(steps, dtype=jnp.int32).reshape(steps.shape) - steps
-    order = jnp.argsort(-length, axis=1).astype(jnp.int32)
-    return Stretches(order, *(jnp.take_along_axis(array, order, axis=1) for array in (start, start + length)))
+    tile = jnp.argsort(-length, axis=1).astype(jnp.int32)
+    start = (number[..., 0] * rows + tile) * columns
+    stop = start + jnp.take_along_axis(length, tile, axis=1)
+    return Stretches(tile, start, stop, jnp.sort(steps, axis=2, stable=False))
+
+
+def _check_size(meets: Any, rows: int, columns: int, most: int) -> None:
+    if max(rows, columns) >= most or meets.size >= 2**31:
+        words = "are too many on one device: use more devices, or implementation='xla'"
+        raise ValueError(f"{rows} tiles of queries or keys and {columns} of the others {words}")
 
 
 def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:
