@@ -382,13 +382,14 @@ def test_branches_are_merged_in_one_pass(gradient, count):
     assert sum(size >= length * HEADS * WIDTH for size in sizes) == count
 
 
-def test_no_operand_of_a_dense_kernel_is_copied():
-    """With one branch (T, 1) on one device the kernels read queries, keys and values where they are."""
-    compiled = compile_for("8 H100s", False, count=1, length=TOKENS, pattern=((TOKENS,), (1,)), implementation="cudnn")
-    calls = [line for line in compiled.as_text().splitlines() if "__cudnn" in line]
-    assert len(calls) == 1
-    operands = re.search(r" custom-call\((.*?)\), custom_call_target", calls[0]).group(1)
-    assert all("copy" not in operand and "fusion" not in operand for operand in operands.split(", "))
+@pytest.mark.parametrize("name", ["cudnn", pytest.param("mosaic", marks=needs_kernels)])
+@pytest.mark.parametrize("branch", [Segments(TOKENS), Window(512)])
+def test_one_local_branch_on_gpus_is_its_kernel_alone(name, branch):
+    """It reads queries, keys and values where they are, and writes the output: no pass over tokens is around it."""
+    compiled = compile_for("8 H100s", False, count=1, length=TOKENS, pattern=(branch,), implementation=name)
+    entry = compiled.as_text().split("ENTRY")[1]
+    passes = re.findall(r"= (\S+|\(.*?\)) (?:fusion|copy|transpose)\(", entry)
+    assert max((size for shapes in passes for size in array_sizes(shapes)), default=0) < TOKENS * HEADS * WIDTH
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

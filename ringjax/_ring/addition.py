@@ -62,17 +62,23 @@ def add_branches(
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
             results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
         earlier = earlier if schedule.is_local else results
-    return _add_fused(fused, addition, total) if fused else total
+    if not fused:
+        return total
+    return _add_fused(fused, addition, total, is_first=len(fused) == len(plan.schedules))
 
 
-def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total) -> Total:
+def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total, is_first: bool) -> Total:
+    """Adds the results of some branches to a total, which holds nothing yet if they are the first."""
+
     def apart(tokens: Array, groups: int) -> Array:
         return tokens.reshape(*tokens.shape[:3], groups, -1)  # [B, n, K, G, D]
 
-    parts = [total]
+    parts = [] if is_first else [total]
     for layout, results in fused:
         spread = functools.partial(layout.spread, num_heads=total[0].shape[2])
         parts.append(tuple(spread(tiles, fill=fill) for tiles, fill in zip(results, addition.fills, strict=False)))
+    if len(parts) == 1:
+        return parts[0]
     added = addition.many([tuple(map(apart, part, addition.groups)) for part in parts])
     return tuple(array.reshape(tokens.shape) for array, tokens in zip(added, total, strict=True))
 
