@@ -18,10 +18,10 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.implementation import IMPLEMENTATIONS, preference
 from ringjax._kernels.mosaic import FIRST_JAX, MosaicGpu
 from ringjax._kernels.operands import Given, Stats
-from ringjax._kernels.tile_list import find_stretches, list_tiles, staying
+from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
 from ringjax._meeting.mask import KeyMask, Mask, QueryMask, Visits
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting
@@ -76,6 +76,14 @@ def test_tiles_equal_oracle(name, interpret):
     check(make_arrays(**arguments), **arguments)
 
 
+ROWS_AXIS = MosaicGpu.slots_axis
+
+
+def delta_of(out, out_grad):
+    """What the gradients subtract, by heads."""
+    return jnp.moveaxis(jnp.sum(out * out_grad, axis=-1), ROWS_AXIS, 2)
+
+
 def part_of(mask, keys):
     """The mask of some tiles of keys."""
     visits = Visits(*(array[:, :, keys] for array in mask.visits))
@@ -85,7 +93,7 @@ def part_of(mask, keys):
 def make_call(count):
     """Arrays of so many tiles, and their causal mask."""
     rng, tiles = np.random.default_rng(0), jnp.arange(128 * count, dtype=jnp.int32).reshape(count, 1, 1, 1, 128)
-    arrays = [jnp.asarray(rng.normal(size=(1, n, 128 * count, 8)), jnp.float32) for n in (2, 1, 1, 2)]
+    arrays = [jnp.asarray(rng.normal(size=(1, 128 * count, n, 8)), jnp.float32) for n in (2, 1, 1, 2)]
     visits = Visits(*(jnp.tril(jnp.ones((1, count, count), bool), below) for below in (0, -1)))
     return arrays, Mask(QueryMask(None, tiles), KeyMask(tiles), visits)
 
@@ -97,17 +105,15 @@ def test_results_of_other_keys_are_continued(interpret):
 
     ((query, key, value, out_grad), mask), weighting = make_call(2), Weighting(0.3)
     halves = [(slice(0, 1), slice(0, 128)), (slice(1, 2), slice(128, 256))]
-    given = Given(query, key, value, mask, weighting, interpret)
-    parts = [
-        given._replace(key=key[:, :, rows], value=value[:, :, rows], mask=part_of(mask, tile)) for tile, rows in halves
-    ]
+    given = Given(query, key, value, mask, weighting, ROWS_AXIS, interpret)
+    parts = [given._replace(key=key[:, rows], value=value[:, rows], mask=part_of(mask, tile)) for tile, rows in halves]
     (out, lse), partial = gpu.forward(given), None
     for part in parts:
         partial = gpu.forward(part, partial)
     np.testing.assert_allclose(partial[0], out, atol=1e-5)
     np.testing.assert_allclose(partial[1], lse, atol=1e-5)
 
-    more = {"out_grad": out_grad, "stats": Stats(lse, jnp.sum(out * out_grad, axis=-1))}
+    more = {"out_grad": out_grad, "stats": Stats(lse, delta_of(out, out_grad))}
     given, parts = given._replace(**more), [part._replace(**more) for part in parts]
     query_grad, keys_grad = gpu.backward_queries(given), gpu.backward_keys(given)
     found, doubled = None, []
@@ -115,8 +121,8 @@ def test_results_of_other_keys_are_continued(interpret):
         found = (gpu.backward_queries(part, found),)
         doubled.append(gpu.backward_keys(part, gpu.backward_keys(part)))
     np.testing.assert_allclose(found[0], query_grad, atol=1e-5)
-    for one, other in zip(map(np.concatenate, zip(*doubled, strict=True)), keys_grad, strict=True):
-        np.testing.assert_allclose(one.reshape(other.shape), 2 * other, atol=1e-5)
+    for halves, other in zip(zip(*doubled, strict=True), keys_grad, strict=True):
+        np.testing.assert_allclose(np.concatenate(halves, axis=ROWS_AXIS), 2 * other, atol=1e-5)
 
 
 @needs_kernels
@@ -127,10 +133,10 @@ def test_what_does_not_meet_counts_nothing(interpret):
     (query, key, value, _), mask = make_call(2)
     visits = Visits(*(array.at[:, 1].set(False) for array in mask.visits))
     mask = dataclasses.replace(mask, visits=visits)
-    out, lse = gpu.forward(Given(query, key, value, mask, Weighting(1.0), interpret))
+    out, lse = gpu.forward(Given(query, key, value, mask, Weighting(1.0), ROWS_AXIS, interpret))
     assert np.isfinite(lse[:, :, :128]).all()
     assert (lse[:, :, 128:] == -np.inf).all()
-    assert not out[:, :, 128:].any()
+    assert not out[:, 128:].any()
 
 
 @needs_kernels
@@ -141,26 +147,33 @@ def test_nothing_is_replaced_before_it_is_read(monkeypatch):
 
     from ringjax._kernels import gpu, gpu_call  # noqa: PLC0415
 
-    release = gpu_call.Step.release
+    release = gpu_call.GpuStep.release
 
     def release_after_reading(step, number):
         # What the interpreter reads for products is not read by the matrix unit, and needs a fence.
         mosaic_gpu.commit_smem()
         release(step, number)
 
-    monkeypatch.setattr(gpu_call.Step, "release", release_after_reading)
+    monkeypatch.setattr(gpu_call.GpuStep, "release", release_after_reading)
     (arrays, mask), parameters = make_call(4), mosaic_gpu.InterpretGPUParams(detect_races=True)
-    given = Given(*arrays[:3], mask, Weighting(0.3), parameters)
+    given = Given(*arrays[:3], mask, Weighting(0.3), ROWS_AXIS, parameters)
     out, lse = gpu.forward(given)
-    given = given._replace(out_grad=arrays[3], stats=Stats(lse, jnp.sum(out * arrays[3], axis=-1)))
+    given = given._replace(out_grad=arrays[3], stats=Stats(lse, delta_of(out, arrays[3])))
     grads = gpu.backward_queries(given), *gpu.backward_keys(given)
     assert all(np.isfinite(grad).all() for grad in grads)
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_errors_in_16_bits_are_those_of_xla(dtype, interpret):
-    arrays = [jnp.asarray(array, dtype) for array in random_arguments(200, (2, 1), (64, 64), (1,))]
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [
+        ("bfloat16", (64, 64)),
+        pytest.param("float16", (64, 64), marks=pytest.mark.slow),
+        ("bfloat16", (40, 72)),  # which are made 64 and 128 wide
+    ],
+)
+def test_errors_in_16_bits_are_those_of_xla(dtype, widths, interpret):
+    arrays = [jnp.asarray(array, dtype) for array in random_arguments(200, (2, 1), widths, (1,))]
     check_errors(arrays, pattern=[Segments(200)], is_causal=True)
 
 
@@ -184,18 +197,28 @@ def test_under_vmap(interpret):
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
 def test_stretches_are_those_of_the_list(density):
-    """Each tile that stays once, the longest stretches first, and all steps of it."""
+    """Each tile that stays once, the longest ranges first, and of it the tiles that meet it, and no others."""
     rng = np.random.default_rng(0)
     meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
     visits = Visits(jnp.asarray(meets), jnp.asarray(is_whole))
-    steps, stretches = list_tiles(visits, 1), find_stretches(visits)
+    stretches = find_stretches(visits)
     for number in range(2):
         lengths = stretches.stop[number] - stretches.start[number]
         assert sorted(stretches.tile[number].tolist()) == list(range(5))
         assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
-        for tile, start, stop in zip(*(array[number].tolist() for array in stretches), strict=True):
-            assert stop - start == meets[number, tile].sum()
-            assert all(staying(int(one)) == tile for one in steps.tiles[start:stop])
+        for tile, start, stop in zip(*(array[number].tolist() for array in stretches[:3]), strict=True):
+            steps = stretches.steps.reshape(-1)[start:stop]
+            columns = np.flatnonzero(meets[number, tile])
+            assert passing_in(steps).tolist() == columns.tolist()
+            assert is_whole_step(steps).tolist() == is_whole[number, tile, columns].tolist()
+
+
+def test_what_is_preferred():
+    """cuDNN's kernel, but for documents, and XLA where nothing else serves."""
+    array = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    request = Request(array, array, array, "cuda", device_kind="NVIDIA H100 80GB HBM3")
+    assert preference(request) == ("cudnn", "mosaic_tpu", "mosaic_gpu", "xla")
+    assert preference(request._replace(needs=("document_ids",))) == ("mosaic_tpu", "mosaic_gpu", "cudnn", "xla")
 
 
 def obstacle(width=64, dtype="bfloat16", **more):
@@ -211,7 +234,7 @@ def obstacle(width=64, dtype="bfloat16", **more):
     [
         ({"platform": "cpu"}, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
         ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "of GPUs it runs on H100, .*, and the devices are 'NVIDIA A100"),
-        ({"width": 96}, "on GPUs heads must be 64 or 128 wide in query and in value: they are 96 and 96"),
+        ({"width": 136}, "on GPUs heads of query and value may be 128 wide: they are 136 and 136"),
         ({"dtype": "float32"}, "it computes in bfloat16 and float16, and query is of float32"),
         ({"unmapped": ("data",)}, r"say with spec=P\(...\) what they cut"),
     ],
