@@ -20,6 +20,7 @@ from oracle import make_mesh, random_arguments
 import ringjax
 from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
+from ringjax._forecast.call import choose_gpu_block_size
 from ringjax._forecast.forecast import forecast
 from ringjax._forecast.machine import MACHINES, machine_of
 from ringjax._kernels.mosaic import MosaicGpu
@@ -384,13 +385,20 @@ def test_tables_need_no_scrolling():
     compile("\n".join(lines[start:]), "the call to paste", "eval")
 
 
-def test_what_must_be_asked_for_is_said(monkeypatch):
-    """Mosaic's kernels for GPUs are not the default; where they do not serve, their own reason is given."""
+def test_kernels_for_gpus_are_taken_where_they_serve(monkeypatch):
+    """Where they do not, their own reason is given."""
     size = {"num_tokens": 8192, "num_heads": 8, "head_dim": 64, "mesh": 8, "dtype": "float32"}
     planned = lambda device: " ".join(str(plan([Segments(1000)], **size, device=device)).split())
     assert "not mosaic: of GPUs it runs on H100, H200, H800, H20, GH200, and the devices are 'A100'" in planned("A100")
     monkeypatch.setattr(MosaicGpu, "obstacle", lambda *_: None)
-    assert "not mosaic: on this platform it is not the default: ask with implementation='mosaic'" in planned("H100")
+    assert "Segments(length=1000, rate=1): mosaic (not cudnn: it computes in bfloat16" in planned("H100")
+
+
+def test_tiles_are_large_on_gpus():
+    """On one device the logits of a tile are as large as its rows; in a ring they are small beside the queries."""
+    sizes = lambda tokens, devices: choose_gpu_block_size(tokens * 128 * 2, devices)
+    assert [sizes(tokens, 1) for tokens in (256, 2048, 8192, 2**20)] == [128, 512, 1024, 2048]
+    assert [sizes(tokens, 8) for tokens in (256, 8192, 32768, 2**17, 2**20)] == [128, 256, 512, 1024, 2048]
 
 
 def test_messages_that_devices_copy_themselves_are_not_hidden():

@@ -14,6 +14,8 @@ from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
 SHARED_BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 64
 MAX_LOGITS = 2**24
+GPUS = "cuda", "rocm"  # as jax names their platforms
+MIN_GPU_BLOCK_ROWS, MAX_GPU_BLOCK_ROWS = 128, 2048
 
 
 def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
@@ -25,6 +27,20 @@ def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False
     rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
     while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
         rows //= 2
+    return rows
+
+
+def choose_gpu_block_size(head_bytes: int, num_devices: int) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans on GPUs.
+
+    A step there starts many kernels, whatever its size, so tiles are large: on one device the logits of a head, in
+    float32, may take as much memory as its queries, keys and values. In a ring others are held as well, and they may
+    take a quarter of the `head_bytes`, those of its queries.
+    """
+    most = 3 * head_bytes if num_devices == 1 else head_bytes // 4
+    rows = MIN_GPU_BLOCK_ROWS
+    while rows < MAX_GPU_BLOCK_ROWS and 4 * (2 * rows) ** 2 <= most:
+        rows *= 2
     return rows
 
 
@@ -86,6 +102,9 @@ class Call:
         """The most rows of a tile."""
         if self.request.block_size is not None:
             return self.request.block_size
+        if self.request.platform in GPUS:
+            head_bytes = self.num_queries // self.num_devices * self.work.width * self.work.itemsize
+            return choose_gpu_block_size(head_bytes, self.num_devices)
         share_cache = self.request.platform == "cpu" and self.num_devices > 1
         # If those axes cut nothing, tiles are only larger than they need be.
         batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)
