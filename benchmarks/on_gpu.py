@@ -69,15 +69,17 @@ def random(length: int, width: int, count: int = 3, heads: int = HEADS, batch: i
     return tuple(jax.random.normal(key, (batch, length, heads, width), jnp.bfloat16) for key in keys)
 
 
-def ours(*arrays: jax.Array, pattern: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool) -> jax.Array:
-    """Computes attention by the fused kernel."""
+def ours(
+    *arrays: jax.Array, pattern: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool, implementation: Any = KERNEL
+) -> jax.Array:
+    """Computes attention by a fused kernel."""
     segment_lengths, dilation_rates = pattern
     out: Any = ringjax.ring_dilated_attention(
         *arrays,
         segment_lengths=segment_lengths,
         dilation_rates=dilation_rates,
         is_causal=is_causal,
-        implementation=KERNEL,
+        implementation=implementation,
     )
     return out
 
@@ -100,14 +102,15 @@ def directions(function: Callable[..., Any], arrays: Arrays) -> dict[str, Call]:
     }
 
 
-def device_seconds(call: Call) -> float:
-    """Returns the seconds of one call: of several in a queue, so that the device never waits for the host."""
-    jax.block_until_ready(call())
+def device_seconds(*calls: Call) -> list[float]:
+    """Returns the seconds of each call, in turns: of many in a queue, so that the device never waits for the host."""
+    for call in calls:
+        jax.block_until_ready(call())
     if ONCE:
-        return 1.0
-    one = _queue(call, 1)
-    count = max(1, min(ROUNDS, int(0.2 / one)))
-    return statistics.median(_queue(call, count) for _ in range(3))
+        return [1.0] * len(calls)
+    counts = [max(1, min(ROUNDS, int(0.1 / _queue(call, 1)))) for call in calls]
+    turns = [[_queue(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(5)]
+    return [statistics.median(times) for times in zip(*turns, strict=True)]
 
 
 def _queue(call: Call, count: int) -> float:
@@ -119,8 +122,9 @@ def _queue(call: Call, count: int) -> float:
 
 
 def compare(one: dict[str, Call], other: dict[str, Call], names: tuple[str, ...]) -> dict[str, float]:
-    """Returns the time of the other over that of the one, in turns: above 1 where the one is faster."""
-    return {name: device_seconds(other[name]) / device_seconds(one[name]) for name in names}
+    """Returns the time of the other over that of the one: above 1 where the one is faster."""
+    times = {name: device_seconds(one[name], other[name]) for name in names}
+    return {name: of_other / of_one for name, (of_one, of_other) in times.items()}
 
 
 def one_branch() -> Rows:
@@ -139,7 +143,7 @@ def one_branch() -> Rows:
 
 def longnet() -> Rows:
     """Five branches of 2048 rows: their rate over kept pairs, beside dense segments, dense attention and torch."""
-    rows = []
+    rows, names = [], ("forward", "gradient")
     for width in WIDTHS:
         for is_causal in (False, True):
             arrays = random(LONG, width)
@@ -148,15 +152,18 @@ def longnet() -> Rows:
             batch = directions(functools.partial(dense, is_causal=is_causal), segments)
             pairs = sum(1 / rate for rate in RATES)  # of those of the dense segments
             row: dict[str, Any] = {"H": width, "causal": str(is_causal)}
-            for name, ratio in compare(calls, batch, ("forward", "gradient")).items():
+            for name, ratio in compare(calls, batch, names).items():
                 row[f"{name}, rate over dense segments"] = ratio * pairs
             whole = directions(functools.partial(dense, is_causal=is_causal), arrays)
-            for name, ratio in compare(calls, whole, ("forward", "gradient")).items():
+            for name, ratio in compare(calls, whole, names).items():
                 row[f"{name}, faster than dense"] = ratio
+            in_pallas = functools.partial(ours, pattern=LONGNET, is_causal=is_causal, implementation=PALLAS)
+            for name, ratio in compare(directions(in_pallas, arrays), calls, names).items():
+                row[f"{name}, faster in Pallas"] = ratio
             if is_causal and not (REHEARSAL or ONCE):
                 torch = run_torch(width)
-                for name in ("forward", "gradient"):
-                    row[f"{name}, faster than torch"] = torch[name] / device_seconds(calls[name])
+                for name in names:
+                    row[f"{name}, faster than torch"] = torch[name] / device_seconds(calls[name])[0]
             rows.append(row)
     columns = dict.fromkeys(key for row in rows for key in row)
     return [{column: row.get(column, "") for column in columns} for row in rows]
@@ -179,35 +186,34 @@ def share_of_selection() -> Rows:
         ready = [tuple(array[:, : LONG // rate].reshape(-1, KEPT, HEADS, width) for array in arrays) for rate in RATES]
         kernels = [directions(functools.partial(dense, is_causal=True), segments) for segments in ready]
         for name in ("forward", "gradient"):
-            alone = sum(device_seconds(kernel[name]) for kernel in kernels)
-            rows.append({"H": width, "direction": name, "share of the time": 1 - alone / device_seconds(calls[name])})
+            whole, *alone = device_seconds(calls[name], *(kernel[name] for kernel in kernels))
+            rows.append({"H": width, "direction": name, "share of the time": 1 - sum(alone) / whole})
     return rows
 
 
 def emulated_ring() -> Rows:
     """A causal ring of 8 on one device, each shard's steps in turn: the sum of the block times over one device's."""
-    implementation, rows = IMPLEMENTATIONS[KERNEL], []
+    rows: Rows = []
+    length, shards, block = 65536 // SHRINK, 8, 8 if REHEARSAL else 65536
+    (made,) = make_schedule(ringjax.DilatedPattern([ringjax.Segments(length)]), length, shards, HEADS, True, block)
     for width in WIDTHS:
-        length, shards = 65536 // SHRINK, 8
         arrays = random(length, width)
-        block = 8 if REHEARSAL else length
-        (schedule,) = make_schedule(
-            ringjax.DilatedPattern([ringjax.Segments(length)]), length, shards, HEADS, True, block
-        )
-        schedule = dataclasses.replace(
-            implementation.prepare(Request(arrays[0], arrays[1], arrays[2], "cuda"), schedule), implementation=KERNEL
-        )
-        chunks = [
-            tuple(
-                _computed_rows(array, schedule, shard, implementation, index == 0) for index, array in enumerate(arrays)
+        for name in (KERNEL, PALLAS):
+            own = {"mosaic": "mosaic_gpu"}.get(name, name)
+            implementation = IMPLEMENTATIONS[own]
+            request = Request(arrays[0], arrays[1], arrays[2], "cuda")
+            schedule = dataclasses.replace(implementation.prepare(request, made), implementation=own)
+            rows_of = lambda array, shard, is_query, schedule=schedule, implementation=implementation: _computed_rows(
+                array, schedule, shard, implementation, is_query
             )
-            for shard in range(shards)
-        ]
-        seconds = sum(device_seconds(_steps(schedule, shard, chunks, implementation)) for shard in range(shards))
-        alone = directions(functools.partial(ours, pattern=((length,), (1,)), is_causal=True), arrays)
-        rows.append(
-            {"H": width, "T": length, "block times over one device": seconds / device_seconds(alone["forward"])}
-        )
+            chunks = [tuple(rows_of(array, s, n == 0) for n, array in enumerate(arrays)) for s in range(shards)]
+            steps = [_steps(schedule, shard, chunks, implementation) for shard in range(shards)]
+            attend = functools.partial(ours, pattern=((length,), (1,)), is_causal=True, implementation=name)
+            alone = directions(attend, arrays)["forward"]
+            whole, *parts = device_seconds(alone, *steps)
+            found, expected = (np.asarray(array, np.float64) for array in (steps[-1]()[0], rows_of(alone(), 7, True)))
+            row = {"implementation": name, "H": width, "T": length, "block times over one device": sum(parts) / whole}
+            rows.append({**row, "difference over spread": float((found - expected).std() / expected.std())})
     return rows
 
 
@@ -282,72 +288,56 @@ def _errors(function: Any, arrays: Arrays, arguments: dict[str, Any]) -> dict[st
 
 
 def packed_documents() -> Rows:
-    """16 packed documents, causal: the time of the same documents one by one over theirs, and XLA's over theirs."""
+    """16 packed documents, causal: the time over that of the same documents one by one through cuDNN."""
     rows, length, count = [], 32768 // SHRINK, 16
+    arguments = {
+        "pattern": [ringjax.Segments(length)],
+        "document_ids": jnp.arange(length)[None] // (length // count),
+        "documents_are_sorted": True,
+    }
     for width in WIDTHS:
         arrays = random(length, width)
-        ids = jnp.arange(length)[None] // (length // count)
-        attend = functools.partial(_attend_to_documents, ids)
-        calls = directions(functools.partial(attend, name=KERNEL), arrays)
         one_by_one = tuple(array.reshape(count, -1, HEADS, width) for array in arrays)
         alone = directions(functools.partial(dense, is_causal=True), one_by_one)
-        row: dict[str, Any] = {"H": width, "T": length, "documents": count}
-        names = ("forward", "backward")
-        row |= {f"{name}, over one by one": 1 / ratio for name, ratio in compare(calls, alone, names).items()}
-        by_xla = directions(functools.partial(attend, name="xla"), arrays)
-        row |= {f"{name}, faster than XLA": ratio for name, ratio in compare(calls, by_xla, names).items()}
-        row["largest difference to XLA over its spread"] = _error_beside(calls, by_xla)
-        rows.append(row)
+        for name in (PALLAS, KERNEL):
+            calls = directions(causal(name, arguments), arrays)
+            ratios = compare(calls, alone, ("forward", "backward"))
+            over = {f"{name}, over one by one": 1 / ratio for name, ratio in ratios.items()}
+            rows.append({"implementation": name, "H": width, "T": length, **over})
     return rows
-
-
-def _attend_to_documents(ids: jax.Array, *arrays: jax.Array, name: Any) -> Any:
-    return ringjax.ring_dilated_attention(
-        *arrays,
-        pattern=[ringjax.Segments(ids.shape[1])],
-        is_causal=True,
-        document_ids=ids,
-        documents_are_sorted=True,
-        implementation=name,
-    )
 
 
 def windows() -> Rows:
-    """A causal window of 1024: its rate over that of cuDNN's own window, and over XLA's."""
+    """A causal window of 1024: its rate over that of cuDNN's own window."""
     rows, length, size = [], 32768 // SHRINK, 1024 // SHRINK
     for width in WIDTHS:
         arrays = random(length, width)
-        attend = lambda *arrays, name: ringjax.ring_dilated_attention(
-            *arrays, pattern=[ringjax.Window(size)], is_causal=True, implementation=name
-        )
         own = functools.partial(
             jax.nn.dot_product_attention, is_causal=True, local_window_size=(size - 1, 0), implementation=KERNEL
         )
-        calls = directions(functools.partial(attend, name=KERNEL), arrays)
-        row: dict[str, Any] = {"H": width, "T": length, "window": size}
-        names = ("forward", "backward")
-        row |= {
-            f"{name}, rate over cuDNN's": ratio
-            for name, ratio in compare(calls, directions(own, arrays), names).items()
-        }
-        by_xla = directions(functools.partial(attend, name="xla"), arrays)
-        row |= {f"{name}, faster than XLA": ratio for name, ratio in compare(calls, by_xla, names).items()}
-        row["largest difference to XLA over its spread"] = _error_beside(calls, by_xla)
-        rows.append(row)
+        theirs = directions(own, arrays)
+        for name in (KERNEL, PALLAS):
+            calls = directions(causal(name, {"pattern": [ringjax.Window(size)]}), arrays)
+            ratios = compare(calls, theirs, ("forward", "backward"))
+            over = {f"{name}, rate over cuDNN's": ratio for name, ratio in ratios.items()}
+            rows.append({"implementation": name, "H": width, "T": length, "window": size, **over})
     return rows
 
 
+def causal(implementation: Any, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Returns causal attention by an implementation."""
+    return functools.partial(ringjax.ring_dilated_attention, implementation=implementation, is_causal=True, **arguments)
+
+
 def in_pallas(case: str) -> Rows:
-    """The kernels in Pallas: their errors over XLA's, their times over XLA's, and beside cuDNN's where these serve."""
+    """The kernels in Pallas: their times, over XLA's, and beside cuDNN's where these serve."""
     arrays, arguments = random(LENGTH, WIDTHS[-1]), _arguments(case, LENGTH)
-    attend = lambda name: functools.partial(ringjax.ring_dilated_attention, implementation=name, **arguments)
-    calls = directions(attend(PALLAS), arrays)
-    by_xla, names = directions(attend("xla"), arrays), ("forward", "backward")
-    row: dict[str, Any] = {"case": case, **{f"{name}, ms": 1e3 * device_seconds(calls[name]) for name in names}}
+    calls = directions(causal(PALLAS, arguments), arrays)
+    by_xla, names = directions(causal("xla", arguments), arrays), ("forward", "backward")
+    row: dict[str, Any] = {"case": case, **{f"{name}, ms": 1e3 * device_seconds(calls[name])[0] for name in names}}
     row |= {f"{name}, time over XLA's": 1 / ratio for name, ratio in compare(calls, by_xla, names).items()}
-    row["largest difference to XLA over its spread"] = _error_beside(calls, by_xla)
     if case == "plain":
-        beside = compare(calls, directions(attend(KERNEL), arrays), names)
+        beside = compare(calls, directions(functools.partial(dense, is_causal=True), arrays), names)
         row |= {f"{name}, rate over cuDNN's": ratio for name, ratio in beside.items()}
     return [row]
 
@@ -357,8 +347,7 @@ def errors_in_pallas(case: str) -> Rows:
     arguments = _arguments(case, LENGTH // 4)
     arrays = random(LENGTH // 4, WIDTHS[-1], count=4, heads=2)
     found, by_xla = (
-        _errors(functools.partial(ringjax.ring_dilated_attention, implementation=name, **arguments), arrays, arguments)
-        for name in (PALLAS, "xla")
+        _errors(causal(name, arguments), arrays, {"is_causal": True, **arguments}) for name in (PALLAS, "xla")
     )
     return [{"case": case, **{name: found[name] / by_xla[name] for name in found}}]
 
@@ -372,15 +361,7 @@ def _arguments(case: str, length: int) -> dict[str, Any]:
         "soft cap": {"logits_soft_cap": 20.0},
         "dropout": {"dropout_rate": 0.1, "dropout_seed": 1},
     }
-    return {"pattern": [ringjax.Segments(length)], "is_causal": True, **others[case]}
-
-
-def _error_beside(calls: dict[str, Call], others: dict[str, Call]) -> float:
-    """The largest difference of the outputs and the gradients, over the spread of each."""
-    found, expected = (
-        [np.asarray(x, np.float64) for x in jax.tree.leaves(one["gradient"]())] for one in (calls, others)
-    )
-    return max(float(np.abs(a - b).max() / b.std()) for a, b in zip(found, expected, strict=True))
+    return {"pattern": [ringjax.Segments(length)], **others[case]}
 
 
 def longest() -> Rows:
@@ -400,7 +381,7 @@ def longest() -> Rows:
     return [{"H": width, "longest sequence trained": found}]
 
 
-# In the order of what they tell. What is in Pallas may wait for itself: it runs in processes of its own alone.
+# What is in Pallas may wait for itself: it runs in processes of its own alone.
 MEASURES: dict[str, Callable[[], Rows]] = {
     measure.__name__: measure
     for measure in (
@@ -438,21 +419,24 @@ def answers(names: list[str], *flags: str) -> list[Rows]:
     return [*found, [{"outcome": reason}]] if reason else found
 
 
-def try_all(names: list[str]) -> list[str]:
-    """Runs measures once, each in a process of its own, beside each other; returns those that end."""
+def try_all(names: list[str]) -> dict[str, Rows]:
+    """Runs measures once, each in a process of its own, beside each other; returns what they return."""
     with ThreadPoolExecutor(PROCESSES) as pool:
-        found = list(pool.map(lambda name: answers([name], "--once"), names))
-    for name, rows in zip(names, found, strict=True):
-        print(name, rows[-1][-1].get("outcome", "ends"), flush=True)
-    return [name for name, rows in zip(names, found, strict=True) if "outcome" not in rows[-1][-1]]
+        found = dict(zip(names, pool.map(lambda name: answers([name], "--once")[-1], names), strict=True))
+    for name, rows in found.items():
+        print(name, rows[-1].get("outcome", "ends"), flush=True)
+    return found
 
 
-def measure(name: str, ended: list[str]) -> Rows:
-    """Returns the rows of one measure, or of one for each case of what is in Pallas."""
+def measure(name: str, tried: dict[str, Rows]) -> Rows:
+    """Returns the rows of one measure, or of one for each case of what is in Pallas, given those of the first run."""
+    cases = [one for one in tried if one.split(":")[0] == name]
+    if "errors" in name:  # which need no second run
+        return [row for case in cases for row in tried[case]]
     if name in IN_PALLAS:
-        cases = [case for case in IN_PALLAS[name] if case in ended]
-        rows = [row for found in (answers(cases) if cases else []) for row in found]
-        return [*rows, *({"case": case, "outcome": "does not end"} for case in IN_PALLAS[name] if case not in ended)]
+        failed = [{"case": case, **tried[case][-1]} for case in cases if "outcome" in tried[case][-1]]
+        ended = [case for case in cases if "outcome" not in tried[case][-1]]
+        return [*(row for rows in (answers(ended) if ended else []) for row in rows), *failed]
     try:
         return MEASURES[name]()
     except Exception as error:  # the others are measured all the same
@@ -475,13 +459,13 @@ def main() -> None:
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
         "date": datetime.date.today().isoformat(),
     }
-    names = given.get("--only", [*IN_PALLAS, *MEASURES])
+    names = given.get("--only", [*(name for name in MEASURES if name != "longest"), *IN_PALLAS, "longest"])
     begin, lines = time.perf_counter(), []
-    tried = [name for name in single if name.split(":")[0] in names and name != "longest"]  # which needs all memory
-    ended = try_all(tried)
+    # The longest sequence needs all memory.
+    tried = try_all([name for name in single if name.split(":")[0] in names and name != "longest"])
     for name in names:
         print(name, f"after {time.perf_counter() - begin:.0f} s", flush=True)
-        rows = measure(name, ended)
+        rows = measure(name, tried)
         jax.clear_caches()
         function = MEASURES.get(name) or next(iter(IN_PALLAS[name].values())).func
         claim = (function.__doc__ or "").splitlines()[0]
