@@ -34,6 +34,20 @@ CLAIMS = {
 }
 MOST_LETTERS = 80  # of a line of a name, beside which there is room for bars
 HOURS = ("random_search",)  # what is run by its own command alone
+# What `benchmarks/on_gpu.py` and `benchmarks/gpu_profile.py` measure, where there is a GPU.
+ON_GPU = (
+    "errors",
+    "errors_in_pallas",
+    "one_branch",
+    "packed_documents",
+    "windows",
+    "longnet",
+    "share_of_selection",
+    "emulated_ring",
+    "in_pallas",
+    "longest",
+    "profile",
+)
 
 
 def plot(name: str, rows: list[dict]) -> None:
@@ -61,7 +75,18 @@ def page_of_results() -> str:
         page += [*table(result["rows"], markdown=True), ""]
         machine = f", {result['processor']}" if "processor" in result else ""
         page += [f"`python -m benchmarks.{name}`, {versions}, {result['backend']}{machine}", ""]
-    return "\n".join(page)
+    return "\n".join([*page, *_on_gpu()])
+
+
+def _on_gpu() -> list[str]:
+    """Returns the lines of what was measured on a GPU."""
+    page = ["## On one GPU", "", "By `python benchmarks/on_gpu.py` and `python benchmarks/gpu_profile.py`.", ""]
+    for name in ON_GPU:
+        result = json.loads((RESULTS / f"gpu_{name}.json").read_text())
+        versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
+        page += [f"### {result['claim']}", "", *table(result["rows"], markdown=True), ""]
+        page += [", ".join(filter(None, [result["device"], versions, result["date"], result.get("note")])), ""]
+    return page
 
 
 def write_page() -> None:

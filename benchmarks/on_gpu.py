@@ -32,6 +32,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 import ringjax
@@ -157,9 +158,6 @@ def longnet() -> Rows:
             whole = directions(functools.partial(dense, is_causal=is_causal), arrays)
             for name, ratio in compare(calls, whole, names).items():
                 row[f"{name}, faster than dense"] = ratio
-            in_pallas = functools.partial(ours, pattern=LONGNET, is_causal=is_causal, implementation=PALLAS)
-            for name, ratio in compare(directions(in_pallas, arrays), calls, names).items():
-                row[f"{name}, faster in Pallas"] = ratio
             if is_causal and not (REHEARSAL or ONCE):
                 torch = run_torch(width)
                 for name in names:
@@ -444,6 +442,23 @@ def measure(name: str, tried: dict[str, Rows]) -> Rows:
         return [{"outcome": str(error).strip()[:200]}]
 
 
+def about() -> dict[str, Any]:
+    """Returns what the results depend on."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write(name: str, what: dict[str, Any], rows: Rows) -> None:
+    """Writes results to the folder that the command names, or to benchmarks/results."""
+    folders = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
+    folder = folders[0] if folders else ROOT / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"gpu_{name}.json").write_text(json.dumps({**what, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     """Runs everything, writes it, and prints the tables last; or measures what a process was asked for."""
     given = {name: value.split(",") for name, _, value in (argument.partition("=") for argument in sys.argv) if value}
@@ -452,13 +467,6 @@ def main() -> None:
         for name in given["--measures"]:
             print(json.dumps(single[name]()), flush=True)
         return
-    folders = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
-    folder = folders[0] if folders else ROOT / "benchmarks" / "results"
-    about = {
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "numpy": np.__version__},
-        "date": datetime.date.today().isoformat(),
-    }
     names = given.get("--only", [*(name for name in MEASURES if name != "longest"), *IN_PALLAS, "longest"])
     begin, lines = time.perf_counter(), []
     # The longest sequence needs all memory.
@@ -472,10 +480,8 @@ def main() -> None:
         lines += ["", claim, *table(rows)]
         print(*lines[-2 - len(rows) :], sep="\n", flush=True)
         if not REHEARSAL:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**about, "claim": claim, "rows": rows}, indent=1)
-            (folder / f"gpu_{name}.json").write_text(text + "\n")
-    print(f"{about['device']}, jax {jax.__version__}, {about['date']}", *lines, sep="\n")
+            write(name, {**about(), "claim": claim}, rows)
+    print(", ".join(map(str, about().values())), *lines, sep="\n")
 
 
 if __name__ == "__main__":
