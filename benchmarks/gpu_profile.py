@@ -62,6 +62,7 @@ def cases() -> dict[str, tuple[Any, int]]:
             found[f"{name}, {implementation}"] = causal(implementation, arguments), length
         longnet = functools.partial(ours, pattern=LONGNET, is_causal=True, implementation=implementation)
         found[f"LongNet, {implementation}"] = longnet, LONG
+    found["causal, xla"] = causal("xla", patterns["causal"][0]), LENGTH
     return found
 
 
@@ -92,7 +93,7 @@ def main() -> None:
             kernels = profile(calls[direction])
             of_attention = sum(time for kernel, time in kernels.items() if re.search(OF_ATTENTION, kernel))
             milliseconds = 1e3 * device_seconds(calls[direction])[0]
-            row = {"case": name, "direction": direction, "T": length, "H": WIDTHS[-1], "ms": milliseconds}
+            row = {"case": f"{name}, {direction}, T={length}, H={WIDTHS[-1]}", "ms": milliseconds}
             rows.append({**row, "ms in attention's kernels": of_attention / 1e3})
             print(rows[-1], *list(kernels.items())[:8], sep="\n    ", flush=True)
         jax.clear_caches()

@@ -90,6 +90,10 @@ def dense(*arrays: jax.Array, is_causal: bool) -> jax.Array:
     return jax.nn.dot_product_attention(*arrays, is_causal=is_causal, implementation=KERNEL)
 
 
+def _mask(is_causal: bool) -> str:
+    return "causal" if is_causal else "full"
+
+
 def directions(function: Callable[..., Any], arrays: Arrays) -> dict[str, Call]:
     """Returns the calls of a function's forward, of its backward alone, and of both."""
     out, pullback = jax.jit(lambda *arrays: jax.vjp(function, *arrays))(*arrays)
@@ -138,7 +142,7 @@ def one_branch() -> Rows:
                 attend = functools.partial(ours, pattern=((length,), (1,)), is_causal=is_causal)
                 plain = functools.partial(dense, is_causal=is_causal)
                 ratios = compare(directions(attend, arrays), directions(plain, arrays), ("forward", "backward"))
-                rows.append({"T": length, "H": width, "causal": str(is_causal), **ratios})
+                rows.append({"case": f"{_mask(is_causal)}, T={length}, H={width}", **ratios})
     return rows
 
 
@@ -152,7 +156,7 @@ def longnet() -> Rows:
             segments = tuple(array.reshape(-1, KEPT, HEADS, width) for array in arrays)
             batch = directions(functools.partial(dense, is_causal=is_causal), segments)
             pairs = sum(1 / rate for rate in RATES)  # of those of the dense segments
-            row: dict[str, Any] = {"H": width, "causal": str(is_causal)}
+            row: dict[str, Any] = {"case": f"{_mask(is_causal)}, H={width}"}
             for name, ratio in compare(calls, batch, names).items():
                 row[f"{name}, rate over dense segments"] = ratio * pairs
             whole = directions(functools.partial(dense, is_causal=is_causal), arrays)
@@ -185,7 +189,7 @@ def share_of_selection() -> Rows:
         kernels = [directions(functools.partial(dense, is_causal=True), segments) for segments in ready]
         for name in ("forward", "gradient"):
             whole, *alone = device_seconds(calls[name], *(kernel[name] for kernel in kernels))
-            rows.append({"H": width, "direction": name, "share of the time": 1 - sum(alone) / whole})
+            rows.append({"case": f"{name}, H={width}", "share of the time": 1 - sum(alone) / whole})
     return rows
 
 
@@ -210,7 +214,7 @@ def emulated_ring() -> Rows:
             alone = directions(attend, arrays)["forward"]
             whole, *parts = device_seconds(alone, *steps)
             found, expected = (np.asarray(array, np.float64) for array in (steps[-1]()[0], rows_of(alone(), 7, True)))
-            row = {"implementation": name, "H": width, "T": length, "block times over one device": sum(parts) / whole}
+            row = {"case": f"{name}, T={length}, H={width}", "block times over one device": sum(parts) / whole}
             rows.append({**row, "difference over spread": float((found - expected).std() / expected.std())})
     return rows
 
@@ -260,7 +264,7 @@ def errors() -> Rows:
                 attend = functools.partial(ringjax.ring_dilated_attention, implementation=KERNEL, **arguments)
                 found = _errors(attend, arrays, arguments)
                 ratios = {key: found[key] / own[key] for key in found}
-                rows.append({"pattern": name, "H": width, "causal": str(is_causal), **ratios})
+                rows.append({"case": f"{name}, {_mask(is_causal)}, H={width}", **ratios})
     return rows
 
 
@@ -301,7 +305,7 @@ def packed_documents() -> Rows:
             calls = directions(causal(name, arguments), arrays)
             ratios = compare(calls, alone, ("forward", "backward"))
             over = {f"{name}, over one by one": 1 / ratio for name, ratio in ratios.items()}
-            rows.append({"implementation": name, "H": width, "T": length, **over})
+            rows.append({"case": f"{name}, T={length}, H={width}", **over})
     return rows
 
 
@@ -318,7 +322,7 @@ def windows() -> Rows:
             calls = directions(causal(name, {"pattern": [ringjax.Window(size)]}), arrays)
             ratios = compare(calls, theirs, ("forward", "backward"))
             over = {f"{name}, rate over cuDNN's": ratio for name, ratio in ratios.items()}
-            rows.append({"implementation": name, "H": width, "T": length, "window": size, **over})
+            rows.append({"case": f"{name}, T={length}, H={width}", **over})
     return rows
 
 
@@ -376,7 +380,7 @@ def longest() -> Rows:
                 raise
             break
         found, length = length, length * 2
-    return [{"H": width, "longest sequence trained": found}]
+    return [{"case": f"H={width}", "longest sequence trained": found}]
 
 
 # What is in Pallas may wait for itself: it runs in processes of its own alone.

@@ -113,9 +113,9 @@ def ring_dilated_attention(
         and give zeros. Tiles whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked
         where they are known.
       documents_are_sorted: whether the numbers of documents do not decrease along a sequence, and negative ones stand
-        only between documents or at the ends: then cuDNN's kernel serves packed documents. By default True where the
-        numbers are known and sorted. A wrong True is an error where the numbers are known; elsewhere it gives NaN where
-        the kernel would be wrong.
+        only between documents or at the ends: then cuDNN's kernel serves packed documents, on GPUs where no other does.
+        By default True where the numbers are known and sorted. A wrong True is an error where the numbers are known;
+        elsewhere it gives NaN where the kernel would be wrong.
       query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
         2**31 - 1. Each integer compiles a program of its own. A scalar integer array serves all offsets with one
         program, in which every device receives keys of all others.
@@ -142,10 +142,10 @@ def ring_dilated_attention(
         divisor of u. By default the smallest u after which nothing else travels, else the largest.
       implementation: ``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or
         ``"mosaic"``, kernels for TPUs and Hopper GPUs. By default each branch takes the fastest that can compute it on
-        these devices, but not the kernels for Hopper GPUs. cuDNN takes bfloat16 and float16. It takes segments of rate
-        1; other segments whose rate divides them, and which divide, or are divided by, what a device holds; and causal
-        windows, with limits. The kernels for TPUs take bfloat16 and float32. Those for Hopper GPUs take bfloat16 and
-        float16, and heads of width 64 or 128.
+        these devices. cuDNN takes bfloat16 and float16. It takes segments of rate 1; other segments whose rate divides
+        them, and which divide, or are divided by, what a device holds; and causal windows, with limits. The kernels for
+        TPUs take bfloat16 and float32. Those for Hopper GPUs take bfloat16 and float16, and heads that are at most 128
+        wide.
       block_size: the most rows of queries, and of keys, whose logits are computed at once. By default it is chosen from
         shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and less
         work where a mask cuts them; larger ones run faster.
