@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 import ringjax
@@ -450,7 +450,7 @@ def about() -> dict[str, Any]:
     """Returns what the results depend on."""
     return {
         "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__},
+        "versions": {"jax": jax.__version__, "jaxlib": version("jaxlib"), "numpy": np.__version__},
         "date": datetime.date.today().isoformat(),
     }
 
