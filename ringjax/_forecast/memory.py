@@ -17,6 +17,8 @@ from ringjax._schedule.schedule import BranchSchedule, Schedules
 _SHARE, _SHARE_OF_NEIGHBOURS = 0.75, (0.75, 0.9)
 # How often rows that stay are there, where they are laid out anew beside the arguments; and a halo.
 _COPIED, _HALO = (1, 1.4), (1.15, 1.25)
+# How often the logits of a tile are there, with what becomes of them.
+_LOGITS = 1.6, 3.2
 
 
 class Factors(NamedTuple):
@@ -216,11 +218,11 @@ class _Kept(NamedTuple):
             return exchanged * (1.7 if schedule.traits.copies_arguments else 1)
         return exchanged / 2
 
-    def _tiles(self) -> int:
+    def _tiles(self) -> float:
         """The tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
         schedule = self.schedule
         if not schedule.traits.keeps_logits:
             return 0
         heads, _ = self.work.heads_of(schedule)
         pairs = schedule.queries.chunks_per_tile * schedule.queries.block_rows * schedule.keys.block_rows
-        return 2 * self.work.batch * heads * pairs * self.work.sum_itemsize
+        return _LOGITS[self.has_gradient] * self.work.batch * heads * pairs * self.work.sum_itemsize
