@@ -167,8 +167,7 @@ def longnet() -> Rows:
                 for name in names:
                     row[f"{name}, faster than torch"] = torch[name] / device_seconds(calls[name])[0]
             rows.append(row)
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return [{column: row.get(column, "") for column in columns} for row in rows]
+    return rows
 
 
 def run_torch(width: int) -> dict[str, float]:
