@@ -81,8 +81,8 @@ def page_of_results() -> str:
 def _on_gpu() -> list[str]:
     """Returns the lines of what was measured on a GPU."""
     page = ["## On one GPU", "", "By `python benchmarks/on_gpu.py` and `python benchmarks/gpu_profile.py`.", ""]
-    for name in ON_GPU:
-        result = json.loads((RESULTS / f"gpu_{name}.json").read_text())
+    for path in (RESULTS / f"gpu_{name}.json" for name in ON_GPU):
+        result = json.loads(path.read_text())
         versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
         page += [f"### {result['claim']}", "", *table(result["rows"], markdown=True), ""]
         page += [", ".join(filter(None, [result["device"], versions, result["date"], result.get("note")])), ""]

@@ -1,4 +1,4 @@
-"""What kernels for Hopper GPUs cost, counted in the compiler's final instructions; no GPU is needed, none has run them.
+"""What kernels for Hopper GPUs cost, counted in the compiler's final instructions; no GPU is needed.
 
 While the matrix units multiply, each quarter of a processor issues one instruction in a cycle, for a warp of each of
 both warpgroups. Issue slots over the cycles of products are a lower bound of time over its bound: below one, the

@@ -77,11 +77,11 @@ def profile(call: Call) -> dict[str, float]:
     named = [event for event in events if event.get("ph") == "M"]
     devices = {event["pid"] for event in named if "GPU" in str(event["args"].get("name"))}
     streams = {(event["pid"], event["tid"]) for event in named if "Stream" in str(event["args"].get("name"))}
-    seconds: collections.Counter[str] = collections.Counter()
+    times: collections.Counter[str] = collections.Counter()
     for event in events:
         if event.get("pid") in devices and (event["pid"], event.get("tid")) in streams and "dur" in event:
-            seconds[event["name"]] += event["dur"] / TIMES
-    return dict(seconds.most_common())
+            times[event["name"]] += event["dur"] / TIMES
+    return dict(times.most_common())
 
 
 def main() -> None:

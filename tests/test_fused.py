@@ -22,7 +22,7 @@ from oracle import (
     with_gradients,
 )
 
-from ringjax import Segments, Window, nn, ring_dilated_attention
+from ringjax import Segments, Window, dilated_attention_reference, nn, ring_dilated_attention
 from ringjax._kernels import cudnn, fused
 from ringjax._kernels.fused import Fused, FusedQueries
 from ringjax._kernels.implementation import IMPLEMENTATIONS
@@ -118,6 +118,16 @@ def test_fused_equals_oracle(kernel, name, is_causal):
     actual = ring_results(arrays, mesh=mesh, implementation="cudnn", **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
     assert kernel.calls
+
+
+def test_sums_are_wider_than_results(kernel):
+    """A kernel computes the first branch alone, in 16 bits, and XLA adds to it."""
+    arguments = {"pattern": [Window(4), Segments(16, 4)], "merge": "union", "is_causal": True}
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in random_arguments(32, (4, 2), (8, 8))]
+    out = ring_dilated_attention(*arrays, **arguments)
+    assert kernel.calls
+    expected = dilated_attention_reference(*map(jnp.float32, arrays), **arguments)
+    np.testing.assert_allclose(np.float32(out), expected, atol=0.03)
 
 
 def test_sinks_beside_a_kernel(kernel):

@@ -196,8 +196,8 @@ def test_under_vmap(interpret):
 
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
-def test_stretches_are_those_of_the_list(density):
-    """Each tile that stays once, the longest ranges first, and of it the tiles that meet it, and no others."""
+def test_stretches_have_the_tiles_that_meet(density):
+    """Each tile that stays once, the longest stretches first, and of it the tiles that meet it, and no others."""
     rng = np.random.default_rng(0)
     meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
     visits = Visits(jnp.asarray(meets), jnp.asarray(is_whole))
@@ -234,7 +234,7 @@ def obstacle(width=64, dtype="bfloat16", **more):
     [
         ({"platform": "cpu"}, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
         ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "of GPUs it runs on H100, .*, and the devices are 'NVIDIA A100"),
-        ({"width": 136}, "on GPUs heads of query and value may be 128 wide: they are 136 and 136"),
+        ({"width": 136}, "on GPUs heads may be at most 128 wide in query and in value: they are 136 and 136"),
         ({"dtype": "float32"}, "it computes in bfloat16 and float16, and query is of float32"),
         ({"unmapped": ("data",)}, r"say with spec=P\(...\) what they cut"),
     ],

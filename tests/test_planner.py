@@ -396,9 +396,10 @@ def test_kernels_for_gpus_are_taken_where_they_serve(monkeypatch):
 
 def test_tiles_are_large_on_gpus():
     """On one device the logits of a tile are as large as its rows; in a ring they are small beside the queries."""
-    sizes = lambda tokens, devices: choose_gpu_block_size(tokens * 128 * 2, devices)
+    sizes = lambda tokens, devices: choose_gpu_block_size(tokens * 128 * 2, devices, extent=tokens)
     assert [sizes(tokens, 1) for tokens in (256, 2048, 8192, 2**20)] == [128, 512, 1024, 2048]
     assert [sizes(tokens, 8) for tokens in (256, 8192, 32768, 2**17, 2**20)] == [128, 256, 512, 1024, 2048]
+    assert [choose_gpu_block_size(2**30, 1, extent) for extent in (100, 512, 2**20)] == [128, 512, 2048]
 
 
 def test_messages_that_devices_copy_themselves_are_not_hidden():

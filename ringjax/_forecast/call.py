@@ -30,16 +30,16 @@ def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False
     return rows
 
 
-def choose_gpu_block_size(head_bytes: int, num_devices: int) -> int:
+def choose_gpu_block_size(head_bytes: int, num_devices: int, extent: int) -> int:
     """Returns the most rows of queries, and of keys, that one tile of logits spans on GPUs.
 
     A step there starts many kernels, whatever its size, so tiles are large: on one device the logits of a head, in
-    float32, may take as much memory as its queries, keys and values. In a ring others are held as well, and they may
-    take a quarter of the `head_bytes`, those of its queries.
+    float32, may take three times the `head_bytes`, those of its queries. In a ring more is held, and they may take a
+    quarter. Tiles beyond the `extent` of all branches would be masked for the most part.
     """
     most = 3 * head_bytes if num_devices == 1 else head_bytes // 4
     rows = MIN_GPU_BLOCK_ROWS
-    while rows < MAX_GPU_BLOCK_ROWS and 4 * (2 * rows) ** 2 <= most:
+    while rows < min(MAX_GPU_BLOCK_ROWS, extent) and 4 * (2 * rows) ** 2 <= most:
         rows *= 2
     return rows
 
@@ -104,7 +104,8 @@ class Call:
             return self.request.block_size
         if self.request.platform in GPUS:
             head_bytes = self.num_queries // self.num_devices * self.work.width * self.work.itemsize
-            return choose_gpu_block_size(head_bytes, self.num_devices)
+            extent = max(branch.extent for branch in self.pattern.branches)
+            return choose_gpu_block_size(head_bytes, self.num_devices, extent)
         share_cache = self.request.platform == "cpu" and self.num_devices > 1
         # If those axes cut nothing, tiles are only larger than they need be.
         batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)

@@ -70,7 +70,7 @@ class Fused(KernelImplementation):
 
     slots_axis = 1
     platform = "cuda"
-    traits = Traits(are_added_at_once=True, takes_output=True)
+    traits = Traits(are_added_at_once=True, rounds_gradients=True, takes_output=True)
 
     def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
@@ -130,9 +130,11 @@ class Fused(KernelImplementation):
             out, lse = merge(*zip(*(found or [nothing]), strict=True))
             return out.astype(query.dtype), lse
 
-        found = KernelPartial(*switch(meeting, attend_all, query, keys))
-        # A pass over the output that is not needed takes a tenth of the time of a short window.
-        return found if meeting.is_only else KernelPartial(*merge(*zip(partial, found, strict=True)))
+        out, lse = switch(meeting, attend_all, query, keys)
+        if not meeting.is_only:
+            return KernelPartial(*merge((partial.out, out), (partial.lse, lse)))
+        # To merge with nothing is one more pass over the output, a tenth of a short window's time.
+        return KernelPartial(out.astype(query.dtype if meeting.is_final else partial.out.dtype), lse)
 
     def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
         attends = lse > -jnp.inf

@@ -278,21 +278,21 @@ class _KeyGradient(_Gradient):
         return key_sum, value_sum
 
 
-def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Returns what `tpu.forward` does."""
+def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """Returns what `tpu.forward` does, with heads behind rows."""
     kernel = _Forward(given.weighting, given.value.shape[-1], given.interpret)
     out, lse = launch(forward_call(kernel, given, before))
     return out, lse
 
 
-def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N T H"]:
+def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B T N H"]:
     """Returns what `tpu.backward_queries` does."""
     kernel = _QueryGradient(given.weighting, (given.query.shape[-1],), given.interpret)
     (grad,) = launch(gradient_call(kernel, given, QUERIES, before))
     return grad
 
 
-def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Returns what `tpu.backward_keys` does."""
     widths = given.key.shape[-1], given.value.shape[-1]
     kernel = _KeyGradient(given.weighting, widths, given.interpret)

@@ -287,5 +287,5 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     if kernel.takes_turns:
         pl.when(warpgroup == 0)(turn)
     for out, result in zip(outs, kernel.finish(sums, before), strict=True):
-        # In 16 bits half a line at a time.
+        # Unoptimized: numbers of 16 bits fill but half of what memory takes at once.
         plgpu.store(out, result.astype(out.dtype), optimized=False)

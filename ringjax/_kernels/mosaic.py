@@ -31,7 +31,8 @@ LANES = 128  # rows of tiles are multiples of these
 # is read, which the v6e with its many products needs.
 ROWS_BY_KIND = {"v6": (1024, 512)}
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
-LINE_WIDTH, MOST_WIDTH = 64, 128  # of heads on GPUs: whole lines of shared memory, and what registers have room for
+# Heads on GPUs are made whole lines of shared memory wide; and registers have room for so much.
+LINE_WIDTH, MOST_WIDTH = 64, 128
 # The GPUs whose matrix units the kernels for GPUs use.
 HOPPER = "H100", "H200", "H800", "H20", "GH200"
 FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
@@ -114,9 +115,8 @@ class Mosaic(KernelImplementation):
         before = None
         if not meeting.is_only:
             before = self._pad(partial.out, of_queries), self._by_heads(self._pad(partial.lse, of_queries))
-        dtype = query.dtype if meeting.is_final else jnp.float32
-        given = self._given(self._pad(query, of_queries), key, value, mask, weighting)
-        out, lse = self.kernels.forward(given._replace(result_dtype=dtype), before)
+        given = self._given(meeting, self._pad(query, of_queries), key, value, mask, weighting)
+        out, lse = self.kernels.forward(given, before)
         return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_slots(lse), length))
 
     def start_gradients(self, queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> KernelGradients:
@@ -134,8 +134,7 @@ class Mosaic(KernelImplementation):
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = Queries(*(self._pad(array, of_queries) for array in queries))
         key, value = (self._pad(array, of_keys) for array in keys)
-        given = self._given(padded.query, key, value, mask, weighting)._replace(
-            result_dtype=padded.query.dtype if meeting.is_final else jnp.float32,
+        given = self._given(meeting, padded.query, key, value, mask, weighting)._replace(
             out_grad=padded.out_grad.astype(padded.query.dtype),  # products are of arrays of one dtype
             stats=Stats(self._by_heads(padded.lse), self._by_heads(padded.delta)),
         )
@@ -149,8 +148,9 @@ class Mosaic(KernelImplementation):
         keys_grad = (self._cut(grad, key_length, like) for grad, like in zip(keys_grad, keys, strict=True))
         return KernelGradients(self._cut(query_grad, length, queries.query), *keys_grad)
 
-    def _given(self, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting) -> Given:
-        return Given(query, key, value, mask, weighting, self.slots_axis, self.interpret)
+    def _given(self, meeting: Meeting, query: Array, *given: Any) -> Given:
+        dtype = query.dtype if meeting.is_final else jnp.float32
+        return Given(query, *given, self.slots_axis, self.interpret, dtype)
 
     def _unfold(self, slots: Slots) -> Slots:
         """Returns slots with their documents in the tiles of the side."""
@@ -259,7 +259,10 @@ class MosaicGpu(Mosaic):
             return f"nvidia-cuda-nvcc-cu12 {found} miscompiles masked kernels: install 12.9.86 or later"
         widths = request.query.shape[-1], request.value.shape[-1]
         if max(widths) > MOST_WIDTH:
-            return f"on GPUs heads of query and value may be {MOST_WIDTH} wide: they are {widths[0]} and {widths[1]}"
+            return (
+                f"on GPUs heads may be at most {MOST_WIDTH} wide in query and in value: "
+                f"they are {widths[0]} and {widths[1]}"
+            )
         return None
 
     def tile_rows(self, request: Request) -> tuple[int, int]:

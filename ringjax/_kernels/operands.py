@@ -82,9 +82,10 @@ class Place(NamedTuple):
 
 
 class KernelOperand(NamedTuple):
-    """An array that kernels read or write tile by tile: [any, rows, width], or [any, 1, rows] of numbers.
+    """An array that kernels read or write tile by tile.
 
-    `number(place)` says which one of the first dimension; of [B, rows, heads, width], which one of all heads.
+    It is [heads, rows, width], [B, rows, heads, width], or [any, 1, rows] of numbers. `number(place)` says which one of
+    all heads a place is in, or of the first dimension.
     """
 
     array: Any

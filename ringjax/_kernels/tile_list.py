@@ -1,4 +1,4 @@
-"""The lists of tiles that meet, over which the grids of kernels run; how many there are is known when run.
+"""The lists of tiles that meet, over which kernels run; how many there are is known when run.
 
 Letters: L lists, one for each batch of masks; I tiles that stay, J tiles that come by, P of them in one step.
 """
@@ -31,9 +31,9 @@ class TileList(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Of each tile that stays the range of its steps, each with one tile that comes by.
+    """Of each tile that stays the stretch of its steps, each with one tile that comes by.
 
-    Of each list, the longest ranges come first. A step is the number of the tile that comes by, and whether no mask
+    Of each list, the longest stretches come first. A step is the number of the tile that comes by, and whether no mask
     cuts what meets there.
     """
 
@@ -116,12 +116,12 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
 def find_stretches(visits: Visits) -> Stretches:
     """Returns where the tiles that each tile meets are, for blocks of threads that take one tile that stays each.
 
-    Who begins with the longest ranges ends with short ones, and no processor is left alone with a long one.
+    Who begins with the longest stretches ends with short ones, and no processor is left alone with a long one.
     """
     lists, rows, columns = visits.meets.shape
     _check_size(visits.meets, rows, columns, most=1 << 30)
     number, _, column = _numbers(lists, rows, columns)
-    # Those that meet come first, row by row: a range begins where its row does.
+    # Those that meet come first, row by row: a stretch begins where its row does.
     steps = jnp.where(visits.meets, (column << 1) | visits.is_whole, np.iinfo(np.int32).max)
     length = visits.meets.sum(axis=2, dtype=jnp.int32)  # [L, I]
     tile = jnp.argsort(-length, axis=1).astype(jnp.int32)

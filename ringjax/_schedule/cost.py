@@ -221,8 +221,8 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
     heads, _ = work.heads_of(schedule)
     result = work.itemsize if work.has_one_branch else work.sum_itemsize
     has_all_tokens = schedule.branch.keeps_all or schedule.exchanges_rows
-    is_put = has_all_tokens and not schedule.traits.are_added_at_once
-    is_total = work.has_one_branch and is_put and heads == work.num_heads // schedule.exchange_size
+    is_put = has_all_tokens and heads == work.num_heads // schedule.exchange_size
+    is_total = work.has_one_branch and (is_put or (schedule.traits.are_added_at_once and schedule.is_dense))
     is_packed = schedule.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
     has_lse = has_gradient or work.needs_lse or not is_total or is_packed
     swap = functools.partial(_swap, schedule)
@@ -258,7 +258,9 @@ def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final:
     queries, keys = (one.queries.chunk_rows, one.keys.chunk_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
-    result, grad = (item if is_final and is_last else sums for is_last in (True, not work.repeats_heads(size)))
+    is_rounded = len(schedules) == 1 and schedules[0].is_local and schedules[0].traits.rounds_gradients
+    are_keys_last = is_rounded or not work.repeats_heads(size)
+    result, grad = (item if is_final and is_last else sums for is_last in (True, are_keys_last))
     # The output and the lse go in one message where they are of one dtype.
     has_lse = has_gradient or work.needs_lse or not is_final or result == sums
 

@@ -8,6 +8,7 @@ class Traits(NamedTuple):
 
     It may be that
     - dense branches `are_added_at_once`, in one pass over tokens, and not one by one to their rows;
+    - it `rounds_gradients`, those of one meeting, to the dtype of the arrays: compilers send them so;
     - the backward `takes_output` and its cotangent of each query, and not the cotangent and what both make, delta;
     - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices;
     - it `copies_arguments` that are the rows of a shard as they are;
@@ -16,6 +17,7 @@ class Traits(NamedTuple):
     """
 
     are_added_at_once: bool = False
+    rounds_gradients: bool = False
     takes_output: bool = False
     rows_last: bool = False
     copies_arguments: bool = False
