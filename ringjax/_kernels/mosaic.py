@@ -148,9 +148,11 @@ class Mosaic(KernelImplementation):
         keys_grad = (self._cut(grad, key_length, like) for grad, like in zip(keys_grad, keys, strict=True))
         return KernelGradients(self._cut(query_grad, length, queries.query), *keys_grad)
 
-    def _given(self, meeting: Meeting, query: Array, *given: Any) -> Given:
+    def _given(
+        self, meeting: Meeting, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting
+    ) -> Given:
         dtype = query.dtype if meeting.is_final else jnp.float32
-        return Given(query, *given, self.slots_axis, self.interpret, dtype)
+        return Given(query, key, value, mask, weighting, self.slots_axis, self.interpret, dtype)
 
     def _unfold(self, slots: Slots) -> Slots:
         """Returns slots with their documents in the tiles of the side."""
