@@ -111,6 +111,14 @@ def test_figures_of_the_readme():
     assert all(words in README for words in ("two CPU cores", "AMD EPYC"))
 
 
+def test_the_figures_of_a_gpu_in_the_readme_are_measured():
+    """From the least to the most of a peer's, over forward and gradient, widths and masks."""
+    rows = json.loads((RESULTS / "gpu_longnet.json").read_text())["rows"]
+    for peer, words in (("dense", "as fast as cuDNN's dense attention"), ("torch", "as fast as in torch")):
+        figures = [figure for row in rows for name, figure in row.items() if name.endswith(f"faster than {peer}")]
+        assert f"{min(figures):.2g} to {max(figures):.2g} times {words}" in README
+
+
 def test_links_of_the_readme_lead_to_pages_of_the_site():
     pages = re.findall(r"ringjax\.readthedocs\.io/en/latest/([\w/]+)\.html", README)
     assert len({*pages}) > 10

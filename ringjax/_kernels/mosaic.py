@@ -61,6 +61,7 @@ class Mosaic(KernelImplementation):
 
     traits = Traits()
     dtypes: ClassVar[tuple[str, str]]  # those that it computes in
+    order: ClassVar[str]  # of dimensions, rows along the `slots_axis`
     width_multiple: ClassVar[int] = 1  # of which heads are made
 
     @property
@@ -89,6 +90,15 @@ class Mosaic(KernelImplementation):
     def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
         return dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
+
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+        """Puts heads where the kernels have them."""
+        del side
+        return rearrange(rows, f"B m K (G D) -> {self.order}", G=groups or 1)
+
+    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+        del side
+        return rearrange(tiles, f"{self.order} -> B m K (G D)", K=heads)
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
         """Returns the masks of tiles of queries."""
@@ -188,7 +198,8 @@ class Mosaic(KernelImplementation):
 class MosaicTpu(Mosaic):
     """The implementation by kernels for TPUs."""
 
-    slots_axis = 2
+    # A TPU's registers have the last two dimensions.
+    order, slots_axis = "B (K G) m D", 2
     platform = "tpu"
     dtypes = "bfloat16", "float32"
 
@@ -198,15 +209,6 @@ class MosaicTpu(Mosaic):
         from ringjax._kernels import tpu  # noqa: PLC0415
 
         return tpu
-
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-        """Puts heads before rows: a TPU's registers have the last two dimensions."""
-        del side
-        return rearrange(rows, "B m K (G D) -> B (K G) m D", G=groups or 1)
-
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        del side
-        return rearrange(tiles, "B (K G) m D -> B m K (G D)", K=heads)
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
@@ -225,7 +227,8 @@ class MosaicTpu(Mosaic):
 class MosaicGpu(Mosaic):
     """The implementation by kernels for Hopper GPUs."""
 
-    slots_axis = 1
+    # Rows stay where they are: a GPU copies those of one head from among all.
+    order, slots_axis = "B m (K G) D", 1
     traits = Traits(are_added_at_once=True)
     platform = "cuda"
     dtypes = "bfloat16", "float16"
@@ -237,15 +240,6 @@ class MosaicGpu(Mosaic):
         from ringjax._kernels import gpu  # noqa: PLC0415
 
         return gpu
-
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-        """Leaves rows where they are: a GPU copies those of one head from among all."""
-        del side
-        return rearrange(rows, "B m K (G D) -> B m (K G) D", G=groups or 1)
-
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        del side
-        return rearrange(tiles, "B m (K G) D -> B m K (G D)", K=heads)
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""

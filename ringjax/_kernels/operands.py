@@ -191,8 +191,10 @@ def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) ->
     out = jax.ShapeDtypeStruct((*query.shape[:3], width), given.result_dtype)
     results = before or (out, jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
     arrays = (query,), (given.key, given.value), ()
-    cost = 2 * (query.shape[-1] + width), given.rows_axis
-    return KernelCall("forward", kernel, given.mask, QUERIES, *arrays, results, *cost, interpret=given.interpret)
+    operations = 2 * (query.shape[-1] + width)
+    return KernelCall(
+        "forward", kernel, given.mask, QUERIES, *arrays, results, operations, given.rows_axis, interpret=given.interpret
+    )
 
 
 def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> KernelCall:
@@ -204,9 +206,9 @@ def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ..
     of_stays = (query,) if stays == QUERIES else keys
     results = before or tuple(jax.ShapeDtypeStruct(array.shape, given.result_dtype) for array in of_stays)
     arrays = (query, given.out_grad), keys, given.stats, results
-    cost = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays)), given.rows_axis
+    operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
     name = "query_gradient" if stays == QUERIES else "key_gradient"
-    return KernelCall(name, kernel, given.mask, stays, *arrays, *cost, interpret=given.interpret)
+    return KernelCall(name, kernel, given.mask, stays, *arrays, operations, given.rows_axis, interpret=given.interpret)
 
 
 def flatten(given: Any) -> tuple[list[KernelOperand], Any]:
