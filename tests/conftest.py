@@ -50,6 +50,8 @@ ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "s
 def pytest_addoption(parser):
     help = "of the tests of numbers, run every tenth quick one, with the flags of XLA that users have and x64 off"
     parser.addoption("--tenth", action="store_true", help=help)
+    help = "of the further cases of tests, run every fourth, beginning with this number"
+    parser.addoption("--quarter", type=int, choices=range(4), help=help)
 
 
 def pytest_configure(config):
@@ -77,22 +79,33 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--tenth"):
         quick = [item for item in items if not {"wide", "x64"} & {mark.name for mark in item.iter_markers()}]
         rest = [item for item in quick if item.path.stem.removeprefix("test_") not in ALWAYS]
-        taken = {*quick} - {*rest} | {*rest[::10]}
-        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-        items[:] = [item for item in items if item in taken]
+        take(config, items, {*quick} - {*rest} | {*rest[::10]})
+    if config.getoption("--quarter") is not None:
+        further = [item for item in items if item.get_closest_marker("further")]
+        take(config, items, {*items} - {*further} | {*further[config.getoption("--quarter") :: 4]})
+
+
+def take(config, items, taken):
+    """Leaves out all tests but some."""
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = [item for item in items if item in taken]
 
 
 def mark_wide_cases(items, are_all):
-    """Marks the cases of tests that name others as their quick ones; each of these names has to be that of a case."""
+    """Marks the cases of tests that name some as quick or as wide; each of these names has to be that of a case."""
     unknown = {}
     for item in items:
-        for quick in item.iter_markers("quick"):
-            unknown.setdefault(item.function, {*quick.args}).discard(item.callspec.id)
-            if item.callspec.id not in quick.args:
+        quick, wide = ({name for mark in item.iter_markers(kind) for name in mark.args} for kind in ("quick", "wide"))
+        if quick or wide:
+            case = item.callspec.id
+            unknown.setdefault(item.function, quick | wide).discard(case)
+            if case not in quick:
                 item.add_marker("wide")
+            if case not in quick | wide:
+                item.add_marker("further")
     unknown = {function.__qualname__: names for function, names in unknown.items() if names}
     if are_all and unknown:
-        raise pytest.UsageError(f"quick cases that do not exist: {unknown}")
+        raise pytest.UsageError(f"cases that do not exist: {unknown}")
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(runs, undisturbed, tmp_path)
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(undisturbed), rtol=1e-5)
 
 
+@pytest.mark.wide("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_processes_end_when_one_dies(victim, runs, tmp_path):
     processes = runs.start_processes(2, tmp_path / "run", "--mesh", "data=2,seq=4", "--peer-timeout", "10")

@@ -163,7 +163,7 @@ def test_feature_equals_oracle(name, ring_size):
     check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
 
 
-@pytest.mark.wide
+@pytest.mark.wide("4")
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_an_offset_that_is_an_array(ring_size):
     """One program for all chunks of a prompt, in a pattern that straddles; also under vmap, each at its own."""
@@ -287,7 +287,7 @@ def test_numbers_are_global_on_a_mesh(kind, choices):
         assert_close(jax.device_get(jax.jit(named)(*map(put, arrays))), expected)
 
 
-@pytest.mark.wide
+@pytest.mark.wide("(6, 3)")
 @pytest.mark.parametrize("num_heads", [(6, 3), (8, 2)], ids=str)
 def test_groups_that_a_tensor_axis_cuts(num_heads):
     """Three heads of which two devices share the second branch's, and two heads for four devices."""

@@ -72,6 +72,7 @@ def test_the_description_is_one_that_the_index_renders(installed):
 
 
 @pytest.mark.quick("basedpyright")
+@pytest.mark.wide("mypy")
 @pytest.mark.parametrize(
     "checker",
     [["basedpyright", "--level", "error", "--pythonpath", sys.executable], ["mypy", "--follow-imports=silent"]],
