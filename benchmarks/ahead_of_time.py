@@ -31,6 +31,7 @@ from ringjax._schedule.make import make_schedule
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
 LENGTH = 8 * TOKENS
+MANY_TOKENS = 65536  # of one device
 DENSE = (LENGTH,), (1,)
 PATTERN = (2048, 16384, LENGTH), (1, 4, 16)
 HALOS = {"Window(4096)": (Window(4096),), "Window(20000)": (Window(20000),), "Segments(3000)": (Segments(3000),)}
@@ -129,11 +130,13 @@ def peak(
     pattern: tuple[tuple[int, ...], tuple[int, ...]] = DENSE,
     implementation: Any = "xla",
     has_documents: bool = False,
+    name: str = "8 H100s",
+    length: int = LENGTH,
 ) -> float:
-    """Returns the most bytes on one of some H100s during the gradient, over those of its queries."""
+    """Returns the most bytes on one of some devices during the gradient, over those of its queries."""
     more: Any = {"implementation": implementation, "has_documents": has_documents}
-    compiled = compile_for("8 H100s", True, count=count, pattern=pattern, **more)
-    return compiled.memory_analysis().peak_memory_in_bytes / (LENGTH // count * HEADS * WIDTH * 2)
+    compiled = compile_for(name, True, count=count, length=length, pattern=pattern, **more)
+    return compiled.memory_analysis().peak_memory_in_bytes / (length // count * HEADS * WIDTH * 2)
 
 
 def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
@@ -205,6 +208,12 @@ def measure() -> list[dict[str, Any]]:
         value = peak(pattern=pattern, implementation="cudnn")
         add("peak bytes of a device over its queries'", f"8 H100s, gradient, {name}, cudnn", value)
     add("peak bytes of a device over its queries'", "8 H100s, gradient, documents", peak(has_documents=True))
+    # With so many tokens that TPUs hold next to none of them in their vector memory.
+    length = 8 * MANY_TOKENS
+    for name, pattern in (("a ring", ((length,), (1,))), ("a local branch", ((2048,), (1,))), ("LongNet", LONGNET)):
+        for implementation in ("xla", "mosaic"):
+            value = peak(name="v5e:2x4", length=length, pattern=pattern, implementation=implementation)
+            add("peak bytes of a device over its queries'", f"v5e:2x4, gradient, {name}, {implementation}", value)
     long = compile_for("8 H100s", True, count=1, length=2**20, pattern=LONGNET, implementation="cudnn", heads=16)
     add("peak GiB", "1 H100, gradient, LongNet, 2^20 tokens", long.memory_analysis().peak_memory_in_bytes / 2**30)
     for row in slide_encoder():
