@@ -40,6 +40,7 @@ ON_GPU = (
     "errors_in_pallas",
     "one_branch",
     "packed_documents",
+    "chained_tiles",
     "windows",
     "longnet",
     "share_of_selection",

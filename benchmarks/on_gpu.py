@@ -37,6 +37,7 @@ import numpy as np
 
 import ringjax
 from benchmarks.timing import table
+from ringjax._kernels import chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._meeting import rows as meeting_rows
 from ringjax._meeting.meeting import Meeting, Slots
@@ -54,7 +55,8 @@ WIDTHS = (16,) if REHEARSAL else (64, 128)
 KEPT = 2048 // SHRINK
 RATES = (1, 2, 4, 8, 16)
 LONGNET = tuple(KEPT * rate for rate in RATES), RATES
-LENGTH, LONG = 8192 // SHRINK, 131072 // SHRINK
+LENGTH, PACKED, LONG = 8192 // SHRINK, 32768 // SHRINK, 131072 // SHRINK
+DOCUMENTS = 16  # that are packed
 CASES = "plain", "documents", "union", "soft cap", "dropout"
 # The seconds that a process may take to answer, and the processes beside each other.
 PATIENCE, PROCESSES = 150, 8
@@ -290,29 +292,58 @@ def _errors(function: Any, arrays: Arrays, arguments: dict[str, Any]) -> dict[st
 
 def packed_documents() -> Rows:
     """16 packed documents, causal: the time over that of the same documents one by one through cuDNN."""
-    rows, length, count = [], 32768 // SHRINK, 16
-    arguments = {
-        "pattern": [ringjax.Segments(length)],
-        "document_ids": jnp.arange(length)[None] // (length // count),
-        "documents_are_sorted": True,
-    }
+    rows: Rows = []
     for width in WIDTHS:
-        arrays = random(length, width)
-        one_by_one = tuple(array.reshape(count, -1, HEADS, width) for array in arrays)
+        arrays = random(PACKED, width)
+        one_by_one = tuple(array.reshape(DOCUMENTS, -1, HEADS, width) for array in arrays)
         alone = directions(functools.partial(dense, is_causal=True), one_by_one)
         for name in (PALLAS, KERNEL):
-            calls = directions(causal(name, arguments), arrays)
+            calls = directions(causal(name, packed()), arrays)
             ratios = compare(calls, alone, ("forward", "backward"))
             over = {f"{name}, over one by one": 1 / ratio for name, ratio in ratios.items()}
-            rows.append({"case": f"{name}, T={length}, H={width}", **over})
+            rows.append({"case": f"{name}, T={PACKED}, H={width}", **over})
     return rows
+
+
+def packed() -> dict[str, Any]:
+    """Returns the arguments of packed documents."""
+    documents = jnp.arange(PACKED)[None] // (PACKED // DOCUMENTS)
+    return {"pattern": [ringjax.Segments(PACKED)], "document_ids": documents, "documents_are_sorted": True}
+
+
+def chained_tiles() -> Rows:
+    """Kernels in Pallas with two tiles, and up to four, for each block of threads: their time over that with one."""
+    cases: dict[str, tuple[dict[str, Any], int]] = {
+        "16 packed documents": (packed(), PACKED),
+        "causal": ({"pattern": [ringjax.Segments(LENGTH)]}, LENGTH),
+        "window of 1024": ({"pattern": [ringjax.Window(1024 // SHRINK)]}, PACKED),
+    }
+    rows: Rows = []
+    for width in WIDTHS:
+        for name, (arguments, length) in cases.items():
+            one, *others = (_chain(links, arguments, random(length, width)) for links in (1, 2, 4))
+            row: dict[str, Any] = {"case": f"{name}, T={length}, H={width}"}
+            for links, calls in zip((2, 4), others, strict=True):
+                ratios = compare(one, calls, ("forward", "backward"))
+                row |= {f"{direction}, {links} tiles": ratio for direction, ratio in ratios.items()}
+            rows.append(row)
+    return rows
+
+
+def _chain(links: int, arguments: dict[str, Any], arrays: Arrays) -> dict[str, Call]:
+    """Returns calls that are compiled with so many tiles for a block of threads at most."""
+    most, chains.MOST_LINKS = chains.MOST_LINKS, links
+    calls = directions(causal(PALLAS, arguments), arrays)
+    jax.block_until_ready([call() for call in calls.values()])
+    chains.MOST_LINKS = most
+    return calls
 
 
 def windows() -> Rows:
     """A causal window of 1024: its rate over that of cuDNN's own window."""
-    rows, length, size = [], 32768 // SHRINK, 1024 // SHRINK
+    rows, size = [], 1024 // SHRINK
     for width in WIDTHS:
-        arrays = random(length, width)
+        arrays = random(PACKED, width)
         own = functools.partial(
             jax.nn.dot_product_attention, is_causal=True, local_window_size=(size - 1, 0), implementation=KERNEL
         )
@@ -321,7 +352,7 @@ def windows() -> Rows:
             calls = directions(causal(name, {"pattern": [ringjax.Window(size)]}), arrays)
             ratios = compare(calls, theirs, ("forward", "backward"))
             over = {f"{name}, rate over cuDNN's": ratio for name, ratio in ratios.items()}
-            rows.append({"case": f"{name}, T={length}, H={width}", **over})
+            rows.append({"case": f"{name}, T={PACKED}, H={width}", **over})
     return rows
 
 
@@ -388,6 +419,7 @@ MEASURES: dict[str, Callable[[], Rows]] = {
     for measure in (
         errors,
         packed_documents,
+        chained_tiles,
         windows,
         one_branch,
         longnet,

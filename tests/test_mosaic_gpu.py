@@ -18,6 +18,8 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
+from ringjax._kernels import chains
+from ringjax._kernels.chains import Chains, make_chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS, preference
 from ringjax._kernels.mosaic import FIRST_JAX, MosaicGpu
 from ringjax._kernels.operands import Given, Stats
@@ -139,13 +141,37 @@ def test_what_does_not_meet_counts_nothing(interpret):
     assert not out[:, 128:].any()
 
 
+def run_kernels(interpret):
+    """The output, the lse, and the gradients of four tiles."""
+    from ringjax._kernels import gpu  # noqa: PLC0415
+
+    arrays, mask = make_call(4)
+    given = Given(*arrays[:3], mask, Weighting(0.3), ROWS_AXIS, interpret)
+    out, lse = gpu.forward(given)
+    given = given._replace(out_grad=arrays[3], stats=Stats(lse, delta_of(out, arrays[3])))
+    return out, lse, gpu.backward_queries(given), *gpu.backward_keys(given)
+
+
+@needs_kernels
+def test_a_chain_computes_what_single_tiles_do(interpret, monkeypatch):
+    """Exactly: each tile that stays adds up the same numbers in the same order."""
+    alone = run_kernels(interpret)
+    monkeypatch.setattr(chains, "PROCESSORS", 1)
+    for one, other in zip(run_kernels(interpret), alone, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @needs_kernels
 @pytest.mark.slow
-def test_nothing_is_replaced_before_it_is_read(monkeypatch):
-    """The stages of shared memory are used again from the third step on, in any order of the threads."""
+@pytest.mark.parametrize("processors", [1, chains.PROCESSORS])
+def test_nothing_is_replaced_before_it_is_read(processors, monkeypatch):
+    """The stages of shared memory are used again from the third step on, in any order of the threads.
+
+    With one processor tiles are in chains of two and four, whose own stages are used again as well.
+    """
     from jax.experimental.pallas import mosaic_gpu  # noqa: PLC0415
 
-    from ringjax._kernels import gpu, gpu_call  # noqa: PLC0415
+    from ringjax._kernels import gpu_call  # noqa: PLC0415
 
     release = gpu_call.GpuStep.release
 
@@ -155,12 +181,9 @@ def test_nothing_is_replaced_before_it_is_read(monkeypatch):
         release(step, number)
 
     monkeypatch.setattr(gpu_call.GpuStep, "release", release_after_reading)
-    (arrays, mask), parameters = make_call(4), mosaic_gpu.InterpretGPUParams(detect_races=True)
-    given = Given(*arrays[:3], mask, Weighting(0.3), ROWS_AXIS, parameters)
-    out, lse = gpu.forward(given)
-    given = given._replace(out_grad=arrays[3], stats=Stats(lse, delta_of(out, arrays[3])))
-    grads = gpu.backward_queries(given), *gpu.backward_keys(given)
-    assert all(np.isfinite(grad).all() for grad in grads)
+    monkeypatch.setattr(chains, "PROCESSORS", processors)
+    results = run_kernels(mosaic_gpu.InterpretGPUParams(detect_races=True))
+    assert all(np.isfinite(result).all() for result in results)
 
 
 @needs_kernels
@@ -197,20 +220,42 @@ def test_under_vmap(interpret):
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
 def test_stretches_have_the_tiles_that_meet(density):
-    """Each tile that stays once, the longest stretches first, and of it the tiles that meet it, and no others."""
+    """Of each tile that stays the tiles that meet it, and no others."""
     rng = np.random.default_rng(0)
     meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
-    visits = Visits(jnp.asarray(meets), jnp.asarray(is_whole))
-    stretches = find_stretches(visits)
-    for number in range(2):
-        lengths = stretches.stop[number] - stretches.start[number]
-        assert sorted(stretches.tile[number].tolist()) == list(range(5))
-        assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
-        for tile, start, stop in zip(*(array[number].tolist() for array in stretches[:3]), strict=True):
-            steps = stretches.steps.reshape(-1)[start:stop]
-            columns = np.flatnonzero(meets[number, tile])
-            assert passing_in(steps).tolist() == columns.tolist()
-            assert is_whole_step(steps).tolist() == is_whole[number, tile, columns].tolist()
+    stretches = find_stretches(Visits(jnp.asarray(meets), jnp.asarray(is_whole)))
+    assert stretches.steps.shape == meets.shape
+    for place in np.ndindex(2, 5):
+        steps = stretches.steps[place][: int(stretches.length[place])]
+        columns = np.flatnonzero(meets[place])
+        assert passing_in(steps).tolist() == columns.tolist()
+        assert is_whole_step(steps).tolist() == is_whole[place][columns].tolist()
+
+
+@pytest.mark.parametrize("is_from_last", [False, True])
+@pytest.mark.parametrize("links", [1, 2, 3, 4])
+def test_chains_have_each_tile_once_and_are_as_long_as_each_other(links, is_from_last):
+    found = Chains(12 * links, links, is_from_last).tiles
+    assert sorted(np.ravel(found)) == list(range(12 * links))
+    assert found[0, 0] == (12 * links - 1 if is_from_last else 0)
+    lengths = np.sum(found, axis=1)
+    assert np.ptp(lengths) == (11 if links % 2 else 0)  # of causal attention
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_heads", "can_link", "links"),
+    [
+        (64, 16, True, 4),  # 256 blocks, of which 132 run at once: 1.94 rounds
+        (64, 16, False, 1),
+        (75, 16, True, 1),  # 400 blocks of three would be 3.03 rounds, of which the last one is nearly empty
+        (61, 80, True, 1),  # no number of links divides the tiles
+        (66, 8, True, 2),  # 264 blocks
+        (64, 8, True, 2),  # 128 blocks of four would not fill one round; 256 are 1.94
+        (8, 1, True, 1),
+    ],
+)
+def test_chains_keep_all_processors_busy(num_tiles, num_heads, can_link, links):
+    assert make_chains(num_tiles, num_heads, True, can_link).links == links
 
 
 def test_what_is_preferred():

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ringjax._definition import dropout
-from ringjax._kernels.gpu_call import OWN_ROWS, TILE_ROWS, GpuStep, launch, plgpu
+from ringjax._kernels.gpu_call import OWN_ROWS, GpuStep, launch
+from ringjax._kernels.gpu_rooms import TILE_ROWS, plgpu
 from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, forward_call, gradient_call
 from ringjax._meeting.mask import is_allowed
 from ringjax._meeting.softmax import Weighting

@@ -1,44 +1,38 @@
-"""How a kernel for Hopper GPUs is run: a block of threads for each tile that stays, past which the others come.
+"""How a kernel for Hopper GPUs is run: a block of threads for a chain of tiles that stay, past which the others come.
 
-Two warpgroups compute, each for half of the rows of the tile that stays. A third copies: the tile that stays, and then
-the tiles that come by, as many ahead as shared memory has stages. Barriers say what is there, what is spent, and whose
-turn it is.
+Two warpgroups compute, each for half of the rows of the tile that stays. A third copies: a tile that stays, and then
+the tiles that come by, as many ahead as shared memory has stages. While the results of one tile are written, the next
+one is copied already. Barriers say what is there, what is spent, and whose turn it is.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array
 
-from ringjax._kernels.operands import KEYS, KernelCall, KernelOperand, Sizes, flatten
+from ringjax._kernels.chains import Chains
+from ringjax._kernels.gpu_rooms import (
+    COMPUTING,
+    STAGES,
+    TILE_ROWS,
+    Barriers,
+    chains_of,
+    make_barriers,
+    make_rooms,
+    passes_of,
+    plgpu,
+    staged,
+    stay_stages,
+)
+from ringjax._kernels.operands import KEYS, KernelCall, KernelOperand, flatten
 from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
 
-# With what is in newer versions of jax alone.
-plgpu: Any = mosaic_gpu
-
-TILE_ROWS = 128
-OWN_ROWS = 64  # of a warpgroup, of the tile that stays
-_COMPUTING = 2  # warpgroups; the next one copies
-_STAGES = 2
-_LINE_BYTES = 128
+OWN_ROWS = TILE_ROWS // COMPUTING  # of a warpgroup, of the tile that stays
 # The registers of each thread of a warpgroup, of the 65536 that there are.
 _REGISTERS, _REGISTERS_TO_COPY = 240, 24
-
-
-class Barriers(NamedTuple):
-    """What warpgroups wait for; of the two operands that come by, one for each stage.
-
-    `stays`: the tile that stays is there. `passes`: a tile of an operand is there, and with the first one the rows of
-    numbers. `spent`: both have read it. `turn`: the other one has got as far.
-    """
-
-    stays: Any
-    passes: tuple[Any, Any]
-    spent: tuple[Any, Any]
-    turn: Any
 
 
 class GpuStep(NamedTuple):
@@ -93,18 +87,33 @@ class GpuKernel(Protocol):
 
 
 class _Lists(NamedTuple):
-    """References to the tiles that stay, with their stretches, and to the steps."""
+    """References to the tiles of chains, to how many steps each tile has, and to these.
 
-    stays: Any
-    starts: Any
-    stops: Any
+    A tile's number is read, not computed: what is computed from the number of a block stays in registers.
+    """
+
+    tiles: Any
+    lengths: Any
     steps: Any
 
 
+class _Tile(NamedTuple):
+    """A tile that stays: the stage of shared memory that has it, its number, and which entries its steps have."""
+
+    stage: Any
+    number: Any
+    start: Any
+    num_steps: Any
+
+
 class _Block(NamedTuple):
-    """What a block of threads knows: of each operand the reference, and for those that are copied the room."""
+    """What a block of threads knows: of each operand the reference, and for those that are copied the room.
+
+    It takes a chain of tiles of a head, whose steps are in the list with that number.
+    """
 
     call: KernelCall
+    chains: Chains
     leaves: list[KernelOperand]
     results: list[KernelOperand]
     tree: Any
@@ -114,54 +123,71 @@ class _Block(NamedTuple):
     rooms: list[Any]
     barriers: Barriers
     head: Any
-    stays: Any
-    start: Any
-    num_steps: Any
+    list_number: Any
+    chain: Any
 
     @property
-    def sizes(self) -> Sizes:
-        """The sizes of the call."""
-        return self.call.sizes
+    def groups(self) -> np.int32:
+        """How many heads of queries share a tile of keys that stays."""
+        return np.int32(self.call.sizes.groups if self.call.stays == KEYS else 1)
 
-    def entry(self, step: Any) -> tuple[Any, Any]:
+    def tile(self, link: Any) -> _Tile:
+        """Returns a tile of its chain."""
+        number = self.lists.tiles[self.chain * np.int32(self.chains.links) + link]
+        entry = self.list_number * np.int32(self.chains.num_tiles) + number
+        num_others = np.int32(self.call.num_tiles[1 - self.call.stays])
+        num_steps = self.lists.lengths[entry] * self.groups
+        return _Tile(jax.lax.rem(link, np.int32(stay_stages(self.chains))), number, entry * num_others, num_steps)
+
+    def over_tiles(self, take: Callable[[Any, _Tile, Any], None]) -> None:
+        """Takes each of its tiles, given its number and how many steps those before it have."""
+
+        def run(link: Any, steps: Any) -> Any:
+            link = jax.lax.convert_element_type(link, np.int32)
+            tile = self.tile(link)
+            take(link, tile, steps)
+            return steps + tile.num_steps
+
+        jax.lax.fori_loop(np.int32(0), np.int32(self.chains.links), run, np.int32(0))
+
+    def entry(self, tile: _Tile, step: Any) -> tuple[Any, Any]:
         """Returns the entry of the list that a step takes, and which of the heads that share a tile of keys."""
-        groups = np.int32(self.sizes.groups if self.sizes.stays == KEYS else 1)
-        if groups == 1:
-            return self.start + step, 0
-        return self.start + jax.lax.div(step, groups), jax.lax.rem(step, groups)
+        if self.groups == 1:
+            return tile.start + step, 0
+        return tile.start + jax.lax.div(step, self.groups), jax.lax.rem(step, self.groups)
 
-    def is_whole(self, step: Any) -> Any:
+    def is_whole(self, tile: _Tile, step: Any) -> Any:
         """Whether no mask cuts what meets in a step."""
-        return is_whole_step(self.lists.steps[self.entry(step)[0]])
+        return is_whole_step(self.lists.steps[self.entry(tile, step)[0]])
 
-    def copy(self, number: int, entry: Any, group: Any, room: Any, barrier: Any) -> None:
+    def copy(self, tile: _Tile, step: Any, number: int, room: Any, barrier: Any) -> None:
         """Copies a tile of an operand."""
-        leaf, ref = self.leaves[number], self.refs[number]
-        place = self.sizes.place(self.head, group, self.stays, passing_in(self.lists.steps[entry]))
+        (entry, group), leaf = self.entry(tile, step), self.leaves[number]
+        place = self.call.sizes.place(self.head, group, tile.number, passing_in(self.lists.steps[entry]))
         rows = pl.ds(place.tiles[leaf.side] * TILE_ROWS, TILE_ROWS)
-        plgpu.copy_gmem_to_smem(ref.at[leaf.at(place, rows)], room, barrier)
+        plgpu.copy_gmem_to_smem(self.refs[number].at[leaf.at(place, rows)], room, barrier)
 
 
 def launch(call: KernelCall) -> list[Array]:
     """Runs a kernel; `call.kernel` is a `GpuKernel`."""
     (leaves, tree), outs = flatten(call.operands()), call.outs()
-    stretches = find_stretches(call.visits)
-    scalars, num_tiles = _Lists(*(array.reshape(-1) for array in stretches)), stretches.tile.shape[1]
+    chains = chains_of(call, leaves)
+    scalars = _Lists(*(array.reshape(-1) for array in (chains.tiles, *find_stretches(call.visits))))
     arrays = [leaf.array for leaf in leaves]
 
     def body(*refs: Any) -> None:
-        block, warpgroup = _enter(call, leaves, outs, tree, num_tiles, refs), jax.lax.axis_index("warpgroup")
-        pl.when(warpgroup < _COMPUTING)(lambda: _compute(block, warpgroup))
-        pl.when(warpgroup == _COMPUTING)(lambda: _copy(block))
+        block, warpgroup = _enter(call, chains, leaves, outs, tree, refs), jax.lax.axis_index("warpgroup")
+        pl.when(warpgroup < COMPUTING)(lambda: _compute(block, warpgroup))
+        pl.when(warpgroup == COMPUTING)(lambda: _copy(block))
 
     body.__name__ = f"ringjax_{call.name}"
     run = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(out.array.shape, out.array.dtype) for out in outs],
-        scratch_types=[_make_rooms(call, leaves), _make_barriers(call, leaves)],
-        grid=(call.sizes.heads[call.stays] * num_tiles,),
-        grid_names=("tile",),
-        num_threads=_COMPUTING + 1,
+        scratch_types=[make_rooms(call, chains, leaves), make_barriers(call, chains, leaves)],
+        grid=(call.sizes.heads[call.stays] * chains.num_chains,),
+        grid_names=("chain",),
+        num_threads=COMPUTING + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         cost_estimate=pl.CostEstimate(**call.cost(arrays)),
@@ -174,21 +200,20 @@ def launch(call: KernelCall) -> list[Array]:
 
 def _enter(
     call: KernelCall,
+    chains: Chains,
     leaves: list[KernelOperand],
     results: list[KernelOperand],
     tree: Any,
-    num_tiles: int,
     refs: tuple[Any, ...],
 ) -> _Block:
-    """Returns what a block of threads knows, which begins: the head and the tile that are its own, and its stretch."""
+    """Returns what a block of threads knows, which begins: the head and the chain that are its own."""
     lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
-    index, per_head, sizes = jax.lax.axis_index("tile"), np.int32(num_tiles), call.sizes
-    head, number = jax.lax.div(index, per_head), jax.lax.rem(index, per_head)
-    stretch = jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)) * per_head + number
-    start, groups = lists.starts[stretch], sizes.groups if call.stays == KEYS else 1
+    index, num_chains, sizes = jax.lax.axis_index("chain"), np.int32(chains.num_chains), call.sizes
+    head, chain = jax.lax.div(index, num_chains), jax.lax.rem(index, num_chains)
     *outs, rooms, barriers = refs[len(leaves) :]
     return _Block(
         call,
+        chains,
         leaves,
         results,
         tree,
@@ -198,94 +223,68 @@ def _enter(
         rooms=list(rooms),
         barriers=Barriers(*barriers),
         head=head,
-        stays=lists.stays[stretch],
-        start=start,
-        num_steps=(lists.stops[stretch] - start) * groups,
+        list_number=jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)),
+        chain=chain,
     )
-
-
-def _staged(call: KernelCall, leaves: list[KernelOperand], stays: bool) -> list[int]:
-    """Returns the numbers of the operands that are copied, of one side; sums are not."""
-    num_sums = sum(isinstance(result, jax.Array) for result in call.results)
-    copied = leaves[: len(leaves) - num_sums]
-    return [number for number, leaf in enumerate(copied) if (leaf.side == call.stays) == stays]
-
-
-def _passes(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
-    """Returns the operands that come by: the first one, with the rows of numbers, and the second."""
-    numbers = _staged(call, leaves, stays=False)
-    first, second = (number for number in numbers if not leaves[number].is_row)
-    return [first, *(number for number in numbers if leaves[number].is_row)], [second]
-
-
-def _make_rooms(call: KernelCall, leaves: list[KernelOperand]) -> list[Any]:
-    rooms = []
-    for stays, stages in ((True, ()), (False, (_STAGES,))):
-        for number in _staged(call, leaves, stays):
-            array = leaves[number].array
-            is_row = leaves[number].is_row
-            shape = (*stages, TILE_ROWS) if is_row else (*stages, TILE_ROWS, array.shape[-1])
-            # As the matrix unit wants its operands: a line of 128 bytes of each of eight rows.
-            lines = plgpu.TilingTransform((8, _LINE_BYTES // array.dtype.itemsize)), plgpu.SwizzleTransform(_LINE_BYTES)
-            transforms = () if is_row or call.interpret else lines
-            rooms.append((number, plgpu.SMEM(shape, array.dtype, transforms=transforms)))
-    return [room for _, room in sorted(rooms, key=lambda pair: pair[0])]
-
-
-def _make_barriers(call: KernelCall, leaves: list[KernelOperand]) -> Barriers:
-    barrier = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=_STAGES)
-    first, second = _passes(call, leaves)
-    spent = barrier(_COMPUTING)
-    stays = plgpu.Barrier(num_arrivals=len(_staged(call, leaves, stays=True)))
-    turn = plgpu.Barrier(num_arrivals=_COMPUTING)
-    return Barriers(stays, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)
 
 
 def _copy(block: _Block) -> None:
     """What the warpgroup does that copies."""
     plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
-    entry, group = block.entry(np.int32(0))
-    for number in _staged(block.call, block.leaves, stays=True):
-        block.copy(number, entry, group, block.rooms[number], block.barriers.stays)
+    barriers, stages = block.barriers, stay_stages(block.chains)
 
-    @pl.loop(np.int32(0), block.num_steps)
-    def _(step: Any) -> None:
-        slot = jax.lax.rem(step, np.int32(_STAGES))
-        entry, group = block.entry(step)
-        barriers = block.barriers
-        for numbers, here, spent in zip(
-            _passes(block.call, block.leaves), barriers.passes, barriers.spent, strict=True
-        ):
-            pl.when(step >= _STAGES)(lambda spent=spent: plgpu.barrier_wait(spent.at[slot]))
-            for number in numbers:
-                block.copy(number, entry, group, block.rooms[number].at[slot], here.at[slot])
+    def copy(link: Any, tile: _Tile, before: Any) -> None:
+        pl.when(link >= stages)(lambda: plgpu.barrier_wait(barriers.left.at[tile.stage]))
+        for number in staged(block.call, block.leaves, stays=True):
+            room = block.rooms[number].at[tile.stage]
+            block.copy(tile, np.int32(0), number, room, barriers.stays.at[tile.stage])
+
+        @pl.loop(np.int32(0), tile.num_steps)
+        def _(step: Any) -> None:
+            slot = jax.lax.rem(before + step, np.int32(STAGES))
+            for numbers, here, spent in zip(
+                passes_of(block.call, block.leaves), barriers.passes, barriers.spent, strict=True
+            ):
+                pl.when(before + step >= STAGES)(lambda spent=spent: plgpu.barrier_wait(spent.at[slot]))
+                for number in numbers:
+                    block.copy(tile, step, number, block.rooms[number].at[slot], here.at[slot])
+
+    block.over_tiles(copy)
 
 
 def _compute(block: _Block, warpgroup: Any) -> None:
     """What a warpgroup does that computes."""
     plgpu.set_max_registers(_REGISTERS, action="increase")
     kernel: GpuKernel = block.call.kernel
-    own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
-    rows = pl.ds(block.stays * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
-    place = block.sizes.place(block.head, 0, block.stays, 0)
-    outs = [ref.at[out.at(place, rows)] for out, ref in zip(block.results, block.outs, strict=True)]
-    sums = zip(block.leaves[len(block.rooms) :], block.refs[len(block.rooms) :], strict=True)
-    before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in sums)
     turn = lambda: plgpu.barrier_arrive_and_wait(block.barriers.turn)
-    plgpu.barrier_wait(block.barriers.stays)
-
-    def take(step: Any, sums: Any) -> Any:
-        slot = jax.lax.rem(step, np.int32(_STAGES))
-        stays = set(_staged(block.call, block.leaves, stays=True))
-        refs = [room.at[own] if number in stays else room.at[slot] for number, room in enumerate(block.rooms)]
-        given = block.tree.unflatten([*refs, *before])
-        return kernel.step(GpuStep(given, block.is_whole(step), slot, block.barriers), sums)
-
     if kernel.takes_turns:
         pl.when(warpgroup == 1)(turn)
-    sums = jax.lax.fori_loop(np.int32(0), block.num_steps, take, kernel.start(before))
+    block.over_tiles(lambda link, tile, before: _compute_tile(block, warpgroup, tile, before))
     if kernel.takes_turns:
         pl.when(warpgroup == 0)(turn)
-    for out, result in zip(outs, kernel.finish(sums, before), strict=True):
+
+
+def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> None:
+    """Computes the warpgroup's rows of a tile; so many steps were `before`."""
+    kernel, barriers = block.call.kernel, block.barriers
+    own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
+    rows = pl.ds(tile.number * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
+    place = block.call.sizes.place(block.head, 0, tile.number, 0)
+    outs = [ref.at[out.at(place, rows)] for out, ref in zip(block.results, block.outs, strict=True)]
+    operands = zip(block.leaves[len(block.rooms) :], block.refs[len(block.rooms) :], strict=True)
+    sums_before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in operands)
+    stays = set(staged(block.call, block.leaves, stays=True))
+    plgpu.barrier_wait(barriers.stays.at[tile.stage])
+
+    def take(step: Any, sums: Any) -> Any:
+        slot = jax.lax.rem(before + step, np.int32(STAGES))
+        at = lambda number: (tile.stage, own) if number in stays else slot
+        refs = [room.at[at(number)] for number, room in enumerate(block.rooms)]
+        given = block.tree.unflatten([*refs, *sums_before])
+        return kernel.step(GpuStep(given, block.is_whole(tile, step), slot, barriers), sums)
+
+    sums = jax.lax.fori_loop(np.int32(0), tile.num_steps, take, kernel.start(sums_before))
+    plgpu.barrier_arrive(barriers.left.at[tile.stage])
+    for out, result in zip(outs, kernel.finish(sums, sums_before), strict=True):
         # Unoptimized: numbers of 16 bits fill but half of what memory takes at once.
         plgpu.store(out, result.astype(out.dtype), optimized=False)

@@ -150,6 +150,12 @@ class KernelCall(NamedTuple):
         lists = self.mask.visits.meets.shape[0]
         return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays)
 
+    @property
+    def num_tiles(self) -> tuple[int, int]:
+        """How many tiles each side has."""
+        _, queries, keys = self.mask.visits.meets.shape
+        return queries, keys
+
     def outs(self) -> list[KernelOperand]:
         """Returns what it writes."""
         return [self._of_heads(shape, self.stays) for shape in self.results]

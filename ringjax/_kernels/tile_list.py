@@ -31,15 +31,13 @@ class TileList(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Of each tile that stays the stretch of its steps, each with one tile that comes by.
+    """Of each tile that stays how many steps it has, each with one tile that comes by, and these.
 
-    Of each list, the longest stretches come first. A step is the number of the tile that comes by, and whether no mask
-    cuts what meets there.
+    A step is the number of the tile that comes by, and whether no mask cuts what meets there; behind the steps is
+    room for as many as there might be.
     """
 
-    tile: Int[Array, "L I"]
-    start: Int[Array, "L I"]
-    stop: Int[Array, "L I"]
+    length: Int[Array, "L I"]
     steps: Int[Array, "L I J"]
 
 
@@ -114,20 +112,13 @@ def list_tiles(visits: Visits, parts: int) -> TileList:
 
 
 def find_stretches(visits: Visits) -> Stretches:
-    """Returns where the tiles that each tile meets are, for blocks of threads that take one tile that stays each.
-
-    Who begins with the longest stretches ends with short ones, and no processor is left alone with a long one.
-    """
-    lists, rows, columns = visits.meets.shape
+    """Returns the tiles that each tile meets."""
+    _, rows, columns = visits.meets.shape
     _check_size(visits.meets, rows, columns, most=1 << 30)
-    number, _, column = _numbers(lists, rows, columns)
-    # Those that meet come first, row by row: a stretch begins where its row does.
+    *_, column = _numbers(1, rows, columns)
+    # Those that meet come first.
     steps = jnp.where(visits.meets, (column << 1) | visits.is_whole, np.iinfo(np.int32).max)
-    length = visits.meets.sum(axis=2, dtype=jnp.int32)  # [L, I]
-    tile = jnp.argsort(-length, axis=1).astype(jnp.int32)
-    start = (number[..., 0] * rows + tile) * columns
-    stop = start + jnp.take_along_axis(length, tile, axis=1)
-    return Stretches(tile, start, stop, jnp.sort(steps, axis=2, stable=False))
+    return Stretches(visits.meets.sum(axis=2, dtype=jnp.int32), jnp.sort(steps, axis=2, stable=False))
 
 
 def _check_size(meets: Any, rows: int, columns: int, most: int) -> None:
