@@ -87,8 +87,12 @@ def compile_for(
     kv_heads: int | None = None,
     strategy: Any = "ring",
     has_documents: bool = False,
+    has_cotangent: bool = False,
 ) -> Any:
-    """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology."""
+    """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology.
+
+    The gradient is that of a sum, whose cotangent is a constant, or takes the cotangent as another argument.
+    """
     kind, topology = TOPOLOGIES[name]
     ring = devices(kind, topology)[:count]
     mesh = Mesh(np.array(ring), ("seq",)) if in_natural_order else make_mesh((len(ring),), ("seq",), devices=ring)
@@ -119,9 +123,15 @@ def compile_for(
     def total(*arrays: jax.Array) -> jax.Array:
         return attend(*arrays).astype(jnp.float32).sum()
 
+    def pull_back(cotangent: jax.Array, *arrays: jax.Array) -> Any:
+        return jax.vjp(attend, *arrays)[1](cotangent)
+
     function = jax.grad(total, (0, 1, 2)) if gradient else attend
+    arrays = (query, key, key, *documents)
+    if has_cotangent:
+        function, arrays = pull_back, (query, *arrays)
     with jax.enable_x64(False):  # as programs are by default
-        lowered = jax.jit(function).lower(query, key, key, *documents)
+        lowered = jax.jit(function).lower(*arrays)
         return lowered.compile(dict(options or (OVERLAP if kind == "h100" else ())))
 
 
@@ -132,9 +142,14 @@ def peak(
     has_documents: bool = False,
     name: str = "8 H100s",
     length: int = LENGTH,
+    has_cotangent: bool = False,
 ) -> float:
     """Returns the most bytes on one of some devices during the gradient, over those of its queries."""
-    more: Any = {"implementation": implementation, "has_documents": has_documents}
+    more: Any = {
+        "implementation": implementation,
+        "has_documents": has_documents,
+        "has_cotangent": has_cotangent,
+    }
     compiled = compile_for(name, True, count=count, length=length, pattern=pattern, **more)
     return compiled.memory_analysis().peak_memory_in_bytes / (length // count * HEADS * WIDTH * 2)
 
@@ -212,7 +227,8 @@ def measure() -> list[dict[str, Any]]:
     length = 8 * MANY_TOKENS
     for name, pattern in (("a ring", ((length,), (1,))), ("a local branch", ((2048,), (1,))), ("LongNet", LONGNET)):
         for implementation in ("xla", "mosaic"):
-            value = peak(name="v5e:2x4", length=length, pattern=pattern, implementation=implementation)
+            more: Any = {"implementation": implementation, "has_cotangent": True}
+            value = peak(name="v5e:2x4", length=length, pattern=pattern, **more)
             add("peak bytes of a device over its queries'", f"v5e:2x4, gradient, {name}, {implementation}", value)
     long = compile_for("8 H100s", True, count=1, length=2**20, pattern=LONGNET, implementation="cudnn", heads=16)
     add("peak GiB", "1 H100, gradient, LongNet, 2^20 tokens", long.memory_analysis().peak_memory_in_bytes / 2**30)

@@ -12,7 +12,7 @@ from oracle import make_mesh, random_arguments, reference_results, ring_results
 from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_reference
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels import tpu, tpu_call
+from ringjax._kernels import mosaic, tpu, tpu_call
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import MosaicTpu, _tiles
 from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
@@ -101,6 +101,39 @@ def test_tiles_equal_oracle(name, most_entries, monkeypatch):
     arguments = {"is_causal": True, "block_size": 128, "num_heads": (2, 1), "shards": 1, **TILES[name]}
     mesh = make_mesh(seq=arguments["shards"]) if arguments["shards"] > 1 else None
     check(make_arrays(**arguments), mesh, **arguments)
+
+
+GROUPS = {
+    "union": {
+        "pattern": [Segments(8), Segments(16, 2), Window(5)],
+        "merge": "union",
+        "documents": "mixed",
+        "dropout_rate": 0.3,
+        "dropout_seed": 1,
+    },
+    "grouped heads": {
+        "pattern": [Segments(16, 2), Segments(8)],
+        "heads": "grouped",
+        "offsets": "branch",
+        "num_heads": (4, 4),
+        "is_causal": False,
+        "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
+    },
+    "one branch": {"pattern": [Segments(16, 2)], "uses": "lse"},
+}
+
+
+@pytest.mark.quick("union")
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_segments_equal_oracle(name, monkeypatch):
+    """Rows are laid out for some segments of a shard at a time."""
+    monkeypatch.setattr(mosaic, "GROUP_ROWS", 16)
+    arguments = {"length": 128, "is_causal": True, **GROUPS[name]}
+    made = make_schedule(DilatedPattern(arguments["pattern"]), 128, 2, 2)
+    request = Request(*make_arrays(**arguments)[:3], "tpu")
+    groups = [MosaicTpu().prepare(request, schedule).queries.num_groups for schedule in made if schedule.is_local]
+    assert min(groups) >= 2
+    check(make_arrays(**arguments), make_mesh(AxisType.Explicit, seq=2), **arguments)
 
 
 compiled_list = jax.jit(list_tiles, static_argnums=1)

@@ -30,6 +30,8 @@ LANES = 128  # rows of tiles are multiples of these
 # The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
 # is read, which the v6e with its many products needs.
 ROWS_BY_KIND = {"v6": (1024, 512)}
+# The least rows of a local branch that are laid out at once, where they are copied.
+GROUP_ROWS = 8192
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
 # Heads on GPUs are made whole lines of shared memory wide; and registers have room for so much.
 LINE_WIDTH, MOST_WIDTH = 64, 128
@@ -89,7 +91,8 @@ class Mosaic(KernelImplementation):
 
     def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
-        return dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
+        schedule = dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
+        return schedule.in_groups(GROUP_ROWS) if self.traits.copies_rows else schedule
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts heads where the kernels have them."""
@@ -200,6 +203,7 @@ class MosaicTpu(Mosaic):
 
     # A TPU's registers have the last two dimensions.
     order, slots_axis = "B (K G) m D", 2
+    traits = Traits(copies_rows=True)
     platform = "tpu"
     dtypes = "bfloat16", "float32"
 

@@ -170,7 +170,7 @@ class Rows(NamedTuple):
     ) -> Shaped[Array, "B m r K D"]:
         if split.shape[2] == 1:
             return combine(split[:, :, 0], rows)[:, :, None]
-        ways = {"cpu": put_slices, "default": put_selected}
+        ways = {"cpu": put_slices, "tpu": put_in_one_pass, "default": put_selected}
         more = {"offset": self.offset, "combine": combine}
         ways = {platform: functools.partial(function, **more) for platform, function in ways.items()}
         return jax.lax.platform_dependent(split, rows, **ways)
@@ -226,6 +226,19 @@ def put_selected(
 ) -> Shaped[Array, "B m r K D"]:
     """Replaces the token number `offset` of each r, by selection."""
     return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
+
+
+def put_in_one_pass(
+    split: Shaped[Array, "B m r K D"],
+    rows: Shaped[Array, "B m K D"],
+    offset: UInt[Array | np.ndarray, "O"],
+    combine: Combine,
+) -> Shaped[Array, "B m r K D"]:
+    """Replaces the token number `offset` of each r, by selection.
+
+    Nothing of what follows moves into the pass: a TPU's compiler would make an array of each row r times before it.
+    """
+    return jax.lax.optimization_barrier(put_selected(split, rows, offset, combine))
 
 
 def _is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array | np.ndarray, "rate O 1"]:

@@ -1,4 +1,4 @@
-"""An order for collectives that do not depend on each other, where the devices of one process need one.
+"""An order for what does not depend on each other, where compilers need one: collectives on CPUs, zeros on TPUs.
 
 XLA:CPU tells the collectives of a program apart by their channel and their devices, which are the same for all permutes
 of a shard_map. It starts them in one order on every device, but does not wait for the end of a loop before it starts
@@ -26,6 +26,20 @@ def after(arrays: Any, earlier: Any) -> Any:
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
     return jax.lax.platform_dependent(arrays, earlier, cpu=wait, default=lambda arrays, _: arrays)
+
+
+def zero_behind(array: Array) -> Array:
+    """Returns a zero of an array's dtype. On TPUs it depends on the array, so that what is made of it comes after it.
+
+    Their compiler takes barriers away before it decides on an order.
+    """
+
+    def count(array: Array) -> Array:
+        return (jax.lax.population_count(_word(array)) >> 6).astype(array.dtype)  # no compiler sees that it is zero
+
+    varying = tuple(jax.typeof(array).manual_axis_type.varying)
+    zero = lambda array: jax.lax.pcast(jnp.zeros((), array.dtype), varying, to="varying")
+    return jax.lax.platform_dependent(array, tpu=count, default=zero)
 
 
 def _word(array: Array) -> Array:

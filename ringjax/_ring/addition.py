@@ -60,6 +60,9 @@ def add_branches(
             is_first = number == 0 and layout.is_of_all(total[0].shape[2])
             add = addition.first if is_first else addition.one
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
+            if schedule.traits.copies_rows and number:
+                # Else a compiler begins several branches, and has the copies of all of them at once.
+                arrays, total = jax.lax.optimization_barrier((arrays, total))
             results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
         earlier = earlier if schedule.is_local else results
     if not fused:

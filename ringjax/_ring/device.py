@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._meeting.softmax import accumulation_dtype, merge
-from ringjax._mesh.order import after
+from ringjax._mesh.order import after, zero_behind
 from ringjax._ring.plan import Plan
 from ringjax._ring.shard import Shard, add_gradients, add_results
 
@@ -84,11 +84,13 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
     arrays, ungroup = jax.vjp(functools.partial(_group, axes=axes, plan=plan), query, key, value)
     context = _group_context(context, axes)
-    batch_shape, heads, dtype = query.shape[:-3], query.shape[-2], lse.dtype
+    batch_shape, heads = query.shape[:-3], query.shape[-2]
     cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
+    is_local = all(schedule.is_local for schedule in plan.schedules)
+    zero = zero_behind(lse) if is_local else jnp.zeros((), lse.dtype)
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
-    arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, jnp.zeros((), dtype)))
+    arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, zero))
     # What the backward of each implementation needs of a query, before any rows are taken.
     residuals = {
         implementation: [

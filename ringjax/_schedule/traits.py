@@ -12,6 +12,7 @@ class Traits(NamedTuple):
     - the backward `takes_output` and its cotangent of each query, and not the cotangent and what both make, delta;
     - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices;
     - it `copies_arguments` that are the rows of a shard as they are;
+    - it `copies_rows`, all that it reads, so that branches are to be computed one after the other;
     - it `keeps_logits`, those of a tile, in the memory of arrays;
     - it `takes_whole_tiles`, those of the schedule: all pairs of tiles that meet.
     """
@@ -21,6 +22,7 @@ class Traits(NamedTuple):
     takes_output: bool = False
     rows_last: bool = False
     copies_arguments: bool = False
+    copies_rows: bool = False
     keeps_logits: bool = False
     takes_whole_tiles: bool = False
 
