@@ -28,6 +28,8 @@ class Factors(NamedTuple):
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies half, and rows that were taken.
     laid_out: tuple[float, float] | None
+    laid_out_in_groups: float  # of that with the gradient, what does not get less the more groups there are
+    share_local: float  # of branches whose rows do not travel
     travelling: tuple[float, float]  # what stays and what comes by in a ring, or along hops
     one_rotation: float  # what comes by where nothing rotates on: in a loop it is there twice
     share_exchanged: float  # of branches that exchange all tokens, and share these where kernels read no copies
@@ -39,6 +41,8 @@ class Factors(NamedTuple):
 ON_GPUS = Factors(
     lanes=1,
     laid_out=None,
+    laid_out_in_groups=1,
+    share_local=_SHARE,
     travelling=(1, 1),
     one_rotation=0.75,
     share_exchanged=0.05,
@@ -49,6 +53,8 @@ ON_GPUS = Factors(
 ON_TPUS = Factors(
     lanes=128,
     laid_out=(0.7, 2.25),
+    laid_out_in_groups=0.18,
+    share_local=0.3,  # one waits for the other
     travelling=(0.7, 1.1),
     one_rotation=1.5,
     share_exchanged=_SHARE,
@@ -105,6 +111,8 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
 def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
     if schedule.exchange_size > 1:
         return factors.share_exchanged if schedule.is_local and not schedule.exchanges_rows else _SHARE
+    if schedule.is_local:
+        return factors.share_local
     return _SHARE if schedule.is_closed else _SHARE_OF_NEIGHBOURS[has_gradient]
 
 
@@ -159,7 +167,9 @@ class _Kept(NamedTuple):
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
-            laid_out = self.factors.laid_out[self.has_gradient]
+            laid_out, same = self.factors.laid_out[self.has_gradient], self.factors.laid_out_in_groups
+            if self.has_gradient and schedule.branch.keeps_all:  # of others the sums are arrays as well
+                laid_out *= same + (1 - same) / schedule.queries.num_groups
             if schedule.exchanges_rows:  # of the gradient, beside the tokens that these are taken from
                 laid_out = laid_out / schedule.branch.offset_rate + (1 if self.has_gradient else 0)
             return laid_out * self._tokens()
