@@ -278,7 +278,7 @@ def test_memory_of_the_gradient_by_kernels_for_gpus():
     ("pattern", "more"),
     [
         (((2048,), (1,)), 1),
-        (((2**19,), (1,)), 1),
+        pytest.param(((2**19,), (1,)), 1, marks=pytest.mark.slow),
         pytest.param(LONGNET, 1.05, marks=pytest.mark.slow),
     ],
 )
