@@ -278,8 +278,8 @@ def test_memory_of_the_gradient_by_kernels_for_gpus():
     ("pattern", "more"),
     [
         (((2048,), (1,)), 1),
-        pytest.param(((2**19,), (1,)), 1, marks=pytest.mark.slow),
-        pytest.param(LONGNET, 1.05, marks=pytest.mark.slow),
+        (((2**19,), (1,)), 1),
+        (LONGNET, 1.05),  # laid out anew between its loops over groups
     ],
 )
 def test_memory_by_kernels_for_tpus(pattern, more):

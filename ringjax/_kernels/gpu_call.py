@@ -234,7 +234,7 @@ def _copy(block: _Block) -> None:
     barriers, stages = block.barriers, stay_stages(block.chains)
 
     def copy(link: Any, tile: _Tile, before: Any) -> None:
-        pl.when(link >= stages)(lambda: plgpu.barrier_wait(barriers.left.at[tile.stage]))
+        pl.when(link >= stages)(lambda: plgpu.barrier_wait(barriers.stays_spent.at[tile.stage]))
         for number in staged(block.call, block.leaves, stays=True):
             room = block.rooms[number].at[tile.stage]
             block.copy(tile, np.int32(0), number, room, barriers.stays.at[tile.stage])
@@ -284,7 +284,7 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
         return kernel.step(GpuStep(given, block.is_whole(tile, step), slot, barriers), sums)
 
     sums = jax.lax.fori_loop(np.int32(0), tile.num_steps, take, kernel.start(sums_before))
-    plgpu.barrier_arrive(barriers.left.at[tile.stage])
+    plgpu.barrier_arrive(barriers.stays_spent.at[tile.stage])
     for out, result in zip(outs, kernel.finish(sums, sums_before), strict=True):
         # Unoptimized: numbers of 16 bits fill but half of what memory takes at once.
         plgpu.store(out, result.astype(out.dtype), optimized=False)

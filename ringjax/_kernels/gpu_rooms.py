@@ -22,13 +22,13 @@ _LINE_BYTES = 128
 class Barriers(NamedTuple):
     """What warpgroups wait for; of what is copied, one for each stage.
 
-    `stays`: a tile that stays is there. `left`: both have read it. `passes`: a tile of each of the two operands that
-    come by is there, and with the first one the rows of numbers. `spent`: both have read it. `turn`: the other one has
-    got as far.
+    `stays`: a tile that stays is there. `stays_spent`: both have read it. `passes`: a tile of each of the two operands
+    that come by is there, and with the first one the rows of numbers. `spent`: both have read it. `turn`: the other one
+    has got as far.
     """
 
     stays: Any
-    left: Any
+    stays_spent: Any
     passes: tuple[Any, Any]
     spent: tuple[Any, Any]
     turn: Any
@@ -87,6 +87,6 @@ def make_barriers(call: KernelCall, chains: Chains, leaves: list[KernelOperand])
     barrier = lambda arrivals, stages=STAGES: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     (first, second), stages = passes_of(call, leaves), stay_stages(chains)
     spent = barrier(COMPUTING)
-    stays, left = barrier(len(staged(call, leaves, stays=True)), stages), barrier(COMPUTING, stages)
+    stays, stays_spent = barrier(len(staged(call, leaves, stays=True)), stages), barrier(COMPUTING, stages)
     turn = plgpu.Barrier(num_arrivals=COMPUTING)
-    return Barriers(stays, left, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)
+    return Barriers(stays, stays_spent, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)

@@ -228,17 +228,12 @@ def put_selected(
     return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
 
 
-def put_in_one_pass(
-    split: Shaped[Array, "B m r K D"],
-    rows: Shaped[Array, "B m K D"],
-    offset: UInt[Array | np.ndarray, "O"],
-    combine: Combine,
-) -> Shaped[Array, "B m r K D"]:
-    """Replaces the token number `offset` of each r, by selection.
+def put_in_one_pass(*arrays: Array, **how: Any) -> Array:
+    """Does what `put_selected` does, and nothing of what follows moves into the pass.
 
-    Nothing of what follows moves into the pass: a TPU's compiler would make an array of each row r times before it.
+    Else a TPU's compiler makes an array of each row r times before it.
     """
-    return jax.lax.optimization_barrier(put_selected(split, rows, offset, combine))
+    return jax.lax.optimization_barrier(put_selected(*arrays, **how))
 
 
 def _is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array | np.ndarray, "rate O 1"]:
