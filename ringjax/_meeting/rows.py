@@ -228,12 +228,17 @@ def put_selected(
     return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
 
 
-def put_in_one_pass(*arrays: Array, **how: Any) -> Array:
+def put_in_one_pass(
+    split: Shaped[Array, "B m r K D"],
+    rows: Shaped[Array, "B m K D"],
+    offset: UInt[Array | np.ndarray, "O"],
+    combine: Combine,
+) -> Shaped[Array, "B m r K D"]:
     """Does what `put_selected` does, and nothing of what follows moves into the pass.
 
     Else a TPU's compiler makes an array of each row r times before it.
     """
-    return jax.lax.optimization_barrier(put_selected(*arrays, **how))
+    return jax.lax.optimization_barrier(put_selected(split, rows, offset, combine))
 
 
 def _is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array | np.ndarray, "rate O 1"]:
