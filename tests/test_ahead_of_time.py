@@ -274,21 +274,14 @@ def test_memory_of_the_gradient_by_kernels_for_gpus():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pattern", "more"),
-    [
-        (((2048,), (1,)), 1),
-        (((2**19,), (1,)), 1),
-        (LONGNET, 1.05),  # laid out anew between its loops over groups
-    ],
-)
-def test_memory_by_kernels_for_tpus(pattern, more):
+@pytest.mark.parametrize("pattern", [((2048,), (1,)), ((2**19,), (1,)), LONGNET])
+def test_memory_by_kernels_for_tpus(pattern):
     """They copy all that they read: some segments at a time, of one branch after the other."""
     by_kernels, by_tiles = (
         peak(name="v5e:2x4", length=2**19, pattern=pattern, implementation=name, has_cotangent=True)
         for name in ("mosaic", "xla")
     )
-    assert by_kernels <= more * by_tiles
+    assert by_kernels <= by_tiles
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_of_segments_equal_oracle(name, monkeypatch):
     """Rows are laid out for some segments of a shard at a time."""
-    monkeypatch.setattr(mosaic, "GROUP_ROWS", 16)
+    monkeypatch.setattr(mosaic, "GROUP_TOKENS", 16)
     arguments = {"length": 128, "is_causal": True, **GROUPS[name]}
     made = make_schedule(DilatedPattern(arguments["pattern"]), 128, 2, 2)
     request = Request(*make_arrays(**arguments)[:3], "tpu")

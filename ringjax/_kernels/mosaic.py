@@ -30,8 +30,8 @@ LANES = 128  # rows of tiles are multiples of these
 # The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
 # is read, which the v6e with its many products needs.
 ROWS_BY_KIND = {"v6": (1024, 512)}
-# The least rows of a local branch that are laid out at once, where they are copied.
-GROUP_ROWS = 8192
+# The least tokens of which a local branch lays rows out at once, where these are copied.
+GROUP_TOKENS = 8192
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
 # Heads on GPUs are made whole lines of shared memory wide; and registers have room for so much.
 LINE_WIDTH, MOST_WIDTH = 64, 128
@@ -92,7 +92,7 @@ class Mosaic(KernelImplementation):
     def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
         schedule = dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
-        return schedule.in_groups(GROUP_ROWS) if self.traits.copies_rows else schedule
+        return schedule.in_groups(GROUP_TOKENS) if self.traits.copies_rows else schedule
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
         """Puts heads where the kernels have them."""

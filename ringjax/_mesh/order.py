@@ -1,4 +1,4 @@
-"""An order for what does not depend on each other, where compilers need one: collectives on CPUs, zeros on TPUs.
+"""An order for what does not depend on each other, where compilers need one: collectives on CPUs, arrays on TPUs.
 
 XLA:CPU tells the collectives of a program apart by their channel and their devices, which are the same for all permutes
 of a shard_map. It starts them in one order on every device, but does not wait for the end of a loop before it starts
@@ -26,6 +26,14 @@ def after(arrays: Any, earlier: Any) -> Any:
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
     return jax.lax.platform_dependent(arrays, earlier, cpu=wait, default=lambda arrays, _: arrays)
+
+
+def behind(arrays: Any, computed: Any) -> Any:
+    """Returns the arrays. On TPUs what is made of them begins after what is `computed`, and shares no pass with it."""
+    if not jax.tree.leaves(computed):
+        return arrays
+    wait = lambda arrays, computed: jax.lax.optimization_barrier((arrays, computed))[0]
+    return jax.lax.platform_dependent(arrays, computed, tpu=wait, default=lambda arrays, _: arrays)
 
 
 def zero_behind(array: Array) -> Array:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array
 
+from ringjax._mesh.order import behind
 from ringjax._ring.layout import Layout
 from ringjax._ring.plan import Plan
 
@@ -62,7 +63,7 @@ def add_branches(
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
             if schedule.traits.copies_rows and number:
                 # Else a compiler begins several branches, and has the copies of all of them at once.
-                arrays, total = jax.lax.optimization_barrier((arrays, total))
+                arrays = behind(arrays, total)
             results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
         earlier = earlier if schedule.is_local else results
     if not fused:

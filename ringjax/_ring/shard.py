@@ -15,6 +15,7 @@ from jaxtyping import Array
 from ringjax._meeting.meeting import Noise
 from ringjax._meeting.rows import Combine, put
 from ringjax._meeting.softmax import merge
+from ringjax._mesh.order import behind
 from ringjax._ring import gather, ring
 from ringjax._ring.addition import Addition, Total, add_branches
 from ringjax._ring.layout import Layout, Operand, Task, operand_of_keys
@@ -98,12 +99,14 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final
         query_grad = addends.query.astype(query.dtype) if are_branch_final[0] else addends.query
         return addends._replace(query=task.ways.swap_back(query_grad))
 
-    def add_one(layout: Layout, total: Any, addends: Any, combine: Combine = put) -> Any:
+    def put_one(
+        layout: Layout, total: Any, addends: Any, combine: Combine = put, wait: Any = lambda addend, _: addend
+    ) -> Any:
         *tiles, parts = addends
         layouts, grads = (layout, layout.of_keys(), layout.of_keys()), list(total)
         for number, (one, addend) in enumerate(zip(layouts, tiles, strict=True)):
             if addend is not None:
-                grads[number] = one.put(grads[number], addend, combine)
+                grads[number] = one.put(grads[number], wait(addend, grads[:number]), combine)
         for number, some, rows in parts:
             grads[number] = some.put_rows(grads[number], rows, jnp.add)
         return tuple(grads)
@@ -115,8 +118,9 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final
     dtypes = tuple(
         array.dtype if is_one else zero.dtype for array, is_one in zip(arrays, are_branch_final, strict=True)
     )
-    add_to = functools.partial(add_one, combine=jnp.add)
-    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), dtypes, add_to, add_one, add_many)
+    # One sum after the other: a compiler that makes one pass of all has each twice at once.
+    add_one = functools.partial(put_one, combine=jnp.add, wait=behind)
+    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), dtypes, add_one, put_one, add_many)
     return add_branches(differentiate, addition, shard.arrays, total, part, earlier)
 
 

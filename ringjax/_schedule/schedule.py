@@ -131,9 +131,9 @@ class BranchSchedule:
         whole = lambda side: dataclasses.replace(side, max_block_rows=side.span + side.chunk_length)
         return dataclasses.replace(self, queries=whole(self.queries), keys=whole(self.keys))
 
-    def in_groups(self, least_rows: int) -> "BranchSchedule":
-        """Returns the schedule in which segments are computed in groups, one after the other, of so many rows each."""
-        in_groups = lambda side: side.in_groups(least_rows)
+    def in_groups(self, least_tokens: int) -> "BranchSchedule":
+        """Returns the schedule in which segments are computed in groups of so many tokens, one after the other."""
+        in_groups = lambda side: side.in_groups(least_tokens)
         return dataclasses.replace(self, queries=in_groups(self.queries), keys=in_groups(self.keys))
 
     # Ways: where rows are after some rotations.

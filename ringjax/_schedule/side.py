@@ -201,11 +201,11 @@ class Side:
         is_cut = self.chunks == "segments" and self.num_full_chunks * self.chunk_length == self.span
         return self.num_chunks // self.chunks_per_tile if is_cut else 1
 
-    def in_groups(self, least_rows: int) -> "Side":
-        """Returns the side in as many groups as have so many rows each, and at least in one."""
+    def in_groups(self, least_tokens: int) -> "Side":
+        """Returns the side in as many groups as have so many tokens each, and at least in one."""
         if self.chunks != "segments":
             return self
-        num_groups = _greatest_divisor(self.num_chunks, max(1, self.num_chunks * self.chunk_rows // least_rows))
+        num_groups = _greatest_divisor(self.num_chunks, max(1, self.num_chunks * self.chunk_length // least_tokens))
         return dataclasses.replace(self, of_tile=self.num_chunks // num_groups)
 
     def of_devices(self, exchange_size: int) -> "Side":
