@@ -82,6 +82,8 @@ def test_each_branch_its_own():
     assert (window.exchange_size, segments.exchange_size) == (1, 16)
     assert comparison.best.seconds < min(forecast.seconds for forecast in comparison.forecasts)
     assert "strategy='auto'" in comparison.example
+    over = comparison.forecasts[0].seconds / comparison.best.seconds
+    assert f'that of the default, "ring", is {over:.2f} times as long' in comparison.recommendation
 
 
 def test_figures_in_json():
@@ -170,9 +172,22 @@ def test_the_call_to_paste_says_what_was_compared():
     comparison = plan([Segments(2**23)], **long, exchange_size=4)
     assert comparison.best.num_bytes("forward") > 0
     assert comparison.recommendation.startswith('Take "all_to_all": its bound is')
-    assert "strategy='all_to_all', exchange_size=4, axis_name='context'" in comparison.example
+    assert 'and that of the default, "ring", is as long.' in comparison.recommendation
+    assert "strategy='all_to_all', exchange_size=4, axis_name='context')" in comparison.example
+    beside = {"context": 8, "data": 2, "fsdp": 2, "tensor": 2}
+    cut = plan([Segments(2**23)], **{**long, "mesh": beside}, batch_size=4)
+    assert cut.example.endswith("axis_name='context', spec=jax.P(('data', 'fsdp'), 'context', 'tensor'))")
     local = plan([Segments(64)], num_tokens=4096, num_heads=8)
     assert local.recommendation.startswith("Nothing has to travel")
+
+
+def test_the_best_strategy_is_compared_with_the_next_where_it_is_the_default():
+    arguments = {"num_tokens": 2**20, "num_heads": 32, "num_kv_heads": 1, "is_causal": True, "mesh": 64}
+    comparison = plan([Window(4096)], **arguments)
+    _, *others = comparison.forecasts
+    rival = min(others, key=lambda one: one.seconds)
+    assert comparison.best.strategy == "ring"
+    assert f'and that of the next, "{rival.strategy}", is ' in comparison.recommendation
 
 
 def test_a_branch_by_itself_sends_what_it_does_among_others():

@@ -25,6 +25,7 @@ class Comparison:
       best: the one of the least bound of time, which may be of several strategies.
       has_gradient: whether the gradient is counted.
       axis_name: the mesh axis of the sequence.
+      spec: what axes cut batches, the sequence and heads, where others than the sequence's do.
     """
 
     call: Call
@@ -33,6 +34,7 @@ class Comparison:
     best: Forecast
     has_gradient: bool
     axis_name: str = "seq"
+    spec: tuple[Any, ...] = ()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -89,11 +91,18 @@ class Comparison:
         if not any(one.messages for one in self.forecasts):
             return f'Nothing has to travel: all strategies do the same, take the default, "ring".{self._what_fits()}'
         name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
-        worst = max(self.forecasts, key=lambda one: one.seconds)
-        over = f"{worst.seconds / self.best.seconds:.2f}"
-        compared = f'that of "{worst.strategy}" {over} times as long' if over != "1.00" else "no other is much longer"
-        default = ' The default is "ring".' if self.best.strategy != "ring" else ""
-        return f"Take {name}: its bound is {_time(self.best.seconds)}, and {compared}.{default}{self._what_fits()}"
+        bound = f"its bound is {_time(self.best.seconds)}"
+        return f"Take {name}: {bound}, and {self._beside_others()}.{self._what_fits()}"
+
+    def _beside_others(self) -> str:
+        """The bound of the default over that of the best strategy, or of the next where the default is the best."""
+        others = {one.strategy: one.seconds for one in self.forecasts if one.strategy != self.best.strategy}
+        if not others:
+            return "no other serves"
+        other = "ring" if "ring" in others else min(others, key=lambda name: others[name])
+        over = f"{others[other] / self.best.seconds:.2f}"
+        compared = "as long" if over == "1.00" else f"{over} times as long"
+        return f'that of the {"default" if other == "ring" else "next"}, "{other}", is {compared}'
 
     def _what_fits(self) -> str:
         """What does not fit the memory of a device, in a sentence; nothing where all does."""
@@ -118,6 +127,8 @@ class Comparison:
             options.append(f"implementation={call.implementation!r}")
         if self.axis_name != "seq":
             options.append(f"axis_name={self.axis_name!r}")
+        if self.spec:
+            options.append(f"spec=jax.P({', '.join(map(repr, self.spec))})")
         return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(options)})"
 
     def as_dict(self) -> dict[str, Any]:
@@ -190,10 +201,12 @@ def _sizes(call: Call) -> str:
     return f"{sequences}, with {work.num_heads} query and {work.local_heads(1)} key/value heads of width {widths}"
 
 
-def compare(call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq") -> Comparison:
+def compare(
+    call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq", spec: tuple[Any, ...] = ()
+) -> Comparison:
     """Returns the strategies of a call beside each other."""
     forecasts = tuple(all_forecasts(call, machine, has_gradient))
-    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name)
+    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name, spec)
 
 
 def wrap(text: str) -> str:

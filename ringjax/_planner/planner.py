@@ -129,7 +129,17 @@ def plan(
         exchange_size=None if exchange_size is None else int(exchange_size),
         implementation=implementation,
     )
-    return compare(call, machine, has_gradient, axis_name)
+    return compare(call, machine, has_gradient, axis_name, _spec(sizes, axis_name, head_axes))
+
+
+def _spec(sizes: dict[str, int], axis_name: str, head_axes: tuple[str, ...]) -> tuple[Any, ...]:
+    """Returns what axes cut batches, the sequence and heads; nothing where none but the sequence's cuts anything."""
+    axes = [axis for axis in sizes if axis != axis_name]
+    if not axes:
+        return ()
+    of_batch, of_heads = (tuple(axis for axis in axes if (axis in head_axes) == is_of) for is_of in (False, True))
+    one_of = lambda some: some[0] if len(some) == 1 else some or None
+    return (one_of(of_batch), axis_name, one_of(of_heads))[: 3 if of_heads else 2]
 
 
 def _read_mesh(mesh: Any, axis_name: str) -> dict[str, int]:
