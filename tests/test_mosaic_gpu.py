@@ -5,6 +5,7 @@ or the gradient of what is checkpointed: rings are compiled for GPUs, in the tes
 """
 
 import dataclasses
+import faulthandler
 import functools
 import re
 from importlib import metadata
@@ -159,6 +160,40 @@ def test_a_chain_computes_what_single_tiles_do(interpret, monkeypatch):
     monkeypatch.setattr(chains, "PROCESSORS", 1)
     for one, other in zip(run_kernels(interpret), alone, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def no_hang():
+    """Ends the process of the tests, and says where it stood, if this one does not end."""
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("no_hang")
+@pytest.mark.quick("1", "2-0")
+@pytest.mark.parametrize(
+    "empty",
+    [[1], [2], [3], [1, 0], [2, 0], [2, 1], [3, 2], [3, 1, 0], [3, 2, 1, 0]],
+    ids=lambda of: "-".join(map(str, of)),
+)
+def test_a_chain_goes_on_after_tiles_that_meet_nothing(empty, interpret, monkeypatch):
+    """The warpgroups take turns, which such a tile must not leave to one of them: four tiles, from the last on."""
+    from ringjax._kernels import gpu  # noqa: PLC0415
+
+    monkeypatch.setattr(chains, "PROCESSORS", 1)
+    (query, key, value, _), mask = make_call(4)
+    assert make_chains(4, 2, True, True).links == 4
+    given = Given(query, key, value, mask, Weighting(1.0), ROWS_AXIS, interpret)
+    visits = Visits(*(array.at[:, np.array(empty)].set(False) for array in mask.visits))
+    (out, lse), (found, found_lse) = (
+        gpu.forward(given),
+        gpu.forward(given._replace(mask=dataclasses.replace(mask, visits=visits))),
+    )
+    is_empty = np.isin(np.arange(512) // 128, empty)
+    np.testing.assert_array_equal(found, np.where(is_empty[:, None, None], 0, out))
+    np.testing.assert_array_equal(found_lse, np.where(is_empty, -np.inf, lse))
 
 
 @needs_kernels

@@ -33,6 +33,7 @@ from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
 OWN_ROWS = TILE_ROWS // COMPUTING  # of a warpgroup, of the tile that stays
 # The registers of each thread of a warpgroup, of the 65536 that there are.
 _REGISTERS, _REGISTERS_TO_COPY = 240, 24
+TURNS_OF_STEP = 2  # for products of queries and keys, and for those of weights and values
 
 
 class GpuStep(NamedTuple):
@@ -68,7 +69,7 @@ class GpuStep(NamedTuple):
 class GpuKernel(Protocol):
     """What a warpgroup computes: from sums that it starts, step by step, to results.
 
-    One that `takes_turns` uses the matrix unit while the other warpgroup does not.
+    One that `takes_turns` uses the matrix unit while the other warpgroup does not, and takes as many in each step.
     """
 
     takes_turns: bool
@@ -256,12 +257,17 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     """What a warpgroup does that computes."""
     plgpu.set_max_registers(_REGISTERS, action="increase")
     kernel: GpuKernel = block.call.kernel
-    turn = lambda: plgpu.barrier_arrive_and_wait(block.barriers.turn)
+    turn = lambda: _take_turns(block.barriers, 1)
     if kernel.takes_turns:
         pl.when(warpgroup == 1)(turn)
     block.over_tiles(lambda link, tile, before: _compute_tile(block, warpgroup, tile, before))
     if kernel.takes_turns:
         pl.when(warpgroup == 0)(turn)
+
+
+def _take_turns(barriers: Barriers, count: int) -> None:
+    for _ in range(count):
+        plgpu.barrier_arrive_and_wait(barriers.turn)
 
 
 def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> None:
@@ -275,6 +281,10 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     sums_before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in operands)
     stays = set(staged(block.call, block.leaves, stays=True))
     plgpu.barrier_wait(barriers.stays.at[tile.stage])
+    if kernel.takes_turns:
+        # The second warpgroup ends a tile in the turns of the next one. Did that have none, it would wait for the first
+        # one, which waits for the tile after that, which waits for the stage that the second one still has.
+        pl.when(tile.num_steps == 0)(lambda: _take_turns(barriers, TURNS_OF_STEP))
 
     def take(step: Any, sums: Any) -> Any:
         slot = jax.lax.rem(before + step, np.int32(STAGES))
