@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(config, items):
     mark_wide_cases(items, are_all=not any("::" in argument for argument in config.args))
     if config.getoption("--tenth"):
         quick = [item for item in items if not {"wide", "x64"} & {mark.name for mark in item.iter_markers()}]
-        rest = [item for item in quick if item.path.stem.removeprefix("test_") not in ALWAYS]
+        is_always = lambda item: item.path.stem.removeprefix("test_") in ALWAYS or item.get_closest_marker("always")
+        rest = [item for item in quick if not is_always(item)]
         take(config, items, {*quick} - {*rest} | {*rest[::10]})
     if config.getoption("--quarter") is not None:
         further = [item for item in items if item.get_closest_marker("further")]

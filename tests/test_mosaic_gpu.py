@@ -171,6 +171,7 @@ def no_hang():
 
 
 @needs_kernels
+@pytest.mark.always
 @pytest.mark.usefixtures("no_hang")
 @pytest.mark.quick("1", "2-0")
 @pytest.mark.parametrize(
