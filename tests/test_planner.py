@@ -519,11 +519,12 @@ def test_what_a_device_holds():
     assert held("H100", head_dim=128) == numbers * 2 * (4 + 3) + (numbers * 2 * (3 + 2) + stats) // 2
     assert held("H100", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1)
     # TPUs lay out anew what kernels read, where heads are padded to 128: of eight groups of segments, some at a time.
-    laid_out = numbers * 2 * 3 * 2.25 * (0.18 + 0.82 / 8)
+    laid_out = numbers * 2 * 3 * 2.3 / 8
     assert abs(held("v5p", head_dim=128) - numbers * 2 * (4 + 3) - laid_out) <= 1
-    # All rows of a branch that adds to its own alone, and of the other one what is there beside them.
+    # Of a branch that adds to its own rows alone their sums as well, some of the other one, and all sums in float32.
     both = of("v5p", Segments(1024), Segments(2048, 2), head_dim=128)
-    assert abs(both - numbers * 2 * (4 + 3) - numbers * 2 * 3 * 2.25 - 0.3 * laid_out) <= 1
+    strided = numbers * 2 * 3 * (1.2 + 1.1 / 8)
+    assert abs(both - numbers * 2 * (4 + 3) - strided - 0.2 * laid_out - numbers * 4 * 3) <= 1
     assert held("v5p", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1) + round(0.7 * numbers * 2 * 3)
     assert held("v5p", head_dim=128) - held("v5p", head_dim=64) == numbers * (4 + 3)
     assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
@@ -536,12 +537,11 @@ def test_what_comes_by_is_there_with_its_sums():
     assert window(1025).strategy == "ring"
     query = 4 * (128 * (2 + 2 + 4) + 2 * 4)  # of four heads: itself, its cotangent and gradient, lse and delta
     key = 4 * 128 * 2 * (2 + 4)  # and value, with gradients
-    laid_out = 1.1  # by TPUs
-    assert abs(window(1025).memory - window(513).memory - laid_out * 1.25 * 512 * query) <= 1
+    assert abs(window(1025).memory - window(513).memory - 1.15 * 0.75 * 512 * query) <= 1
     segments = {one.strategy: one.memory for one in plan([Segments(2**19)], **size).forecasts}
     ring = 65536 * (key + 2 * query + 2 * 4 * 128 * 2)  # balanced: halves are swapped
-    gathered = 65536 * (query + 8 * 4 * 128 * 2 * (0.7 * 2 + 0.8 * 4))
-    assert segments["all_gather"] - segments["ring"] == round(gathered) - round(laid_out * ring)
+    gathered = 65536 * (query + 8 * 4 * 128 * 2 * (0.65 * 2 + 0.75 * 4))
+    assert segments["all_gather"] - segments["ring"] == round(gathered) - round(1.1 * ring)
 
 
 def test_what_fits_the_small_memory_of_a_tpu():
@@ -556,8 +556,8 @@ def test_what_fits_the_small_memory_of_a_tpu():
     given = numbers * 2 * (4 + 3)
     queries, keys = (2 + 2 + 4) * numbers + 2**10 * 2 * 4, 2 * (2 + 4) * numbers  # with gradients, lse and delta
     rows = 2 * queries + keys
-    assert ring(2**13, 1) == given + round(1.2 * 1.1 * (rows + 2 * numbers * 2))
-    assert ring(2**13, 2) == given + round(1.2 * (1.1 * rows / 2 + 3 * numbers * 2))
+    assert ring(2**13, 1) == given + round(1.1 * 1.1 * (rows + 2 * numbers * 2))
+    assert ring(2**13, 2) == given + round(1.1 * (1.1 * rows / 2 + 3 * numbers * 2))
     assert ring(2**21, 2) == 2**8 * given + round(2**8 * 1.1 * rows / 2)
     forward = (2 + 4) * numbers + 2 * 2 * 2 * numbers + 2 * 2 * numbers  # queries with sums, keys twice, halves
     assert ring(2**13, 1, has_gradient=False) == numbers * 2 * (3 + 1) + round(2 * 0.7 * forward)
@@ -570,11 +570,11 @@ def test_branches_share_a_peak():
     ring, local = Segments(2**19), Segments(65536)
     assert held(ring, ring) == held(ring)
     beside = held(local) - 65536 * 8 * 128 * 2 * (4 + 3)
-    assert held(local, ring) - held(ring) == 0.75 * beside
+    assert held(local, ring) - held(ring) == round(0.72 * beside)
 
 
 def test_what_is_exchanged():
-    """Beside exchanged tokens those of another branch are reused; of exchanged rows TPUs lay out nothing else."""
+    """Beside exchanged tokens those of another branch are reused; of exchanged rows TPUs keep at most all tokens."""
     size = {"num_tokens": 2**19, "num_heads": 8, "is_causal": True}
 
     def held(*branches, device="H100"):
@@ -584,7 +584,7 @@ def test_what_is_exchanged():
     tokens = 65536 * 8 * 128 * 2  # of queries, as of keys and values
     beside = held(Segments(2**19)) - tokens * (4 + 3)
     assert held(Segments(2**19), Segments(2**18)) - held(Segments(2**19)) == pytest.approx(0.05 * beside, abs=1)
-    assert held(Segments(2**19, 4), device="v5e") == tokens * (4 + 3) + (1 + 2.25 / 4) * 3 * tokens
+    assert held(Segments(2**19, 4), device="v5e") == tokens * (4 + 3) + 3 * tokens
 
 
 def test_the_same_call_is_served_the_same_way():

@@ -1,7 +1,7 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
-they chose in some 200 random programs for H100s and a v5e; `benchmarks.plan_memory` measures how near.
+they chose in some 200 random programs for H100s and 80 for a v5e; `benchmarks.plan_memory` measures how near.
 """
 
 import dataclasses
@@ -12,11 +12,10 @@ from typing import NamedTuple
 from ringjax._schedule.cost import RowBytes, Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
-# Of what a branch keeps, the share that is there as well when the one that keeps most is computed. Of two numbers, the
-# second is with the gradient: what neighbours send is on its way from the beginning.
-_SHARE, _SHARE_OF_NEIGHBOURS = 0.75, (0.75, 0.9)
-# How often rows that stay are there, where they are laid out anew beside the arguments; and a halo.
-_COPIED, _HALO = (1, 1.4), (1.15, 1.25)
+# How often rows that stay are there, where they are laid out anew beside the arguments.
+_COPIED = 1, 1.4
+# How often sums of the tokens of all groups of segments are there.
+_SUMS_OF_GROUPS = 1.2
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -25,14 +24,23 @@ class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
     lanes: int  # widths of what branches keep are multiples of it
+    # How much of that padding there is where rows are exchanged, and where they are gathered: they travel without.
+    padding_exchanged: float
+    padding_gathered: float
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies half, and rows that were taken.
     laid_out: tuple[float, float] | None
-    laid_out_in_groups: float  # of that with the gradient, what does not get less the more groups there are
-    share_local: float  # of branches whose rows do not travel
-    travelling: tuple[float, float]  # what stays and what comes by in a ring, or along hops
+    travelling: tuple[float, float]  # what stays and what comes by in a ring
+    neighbours: tuple[float, float]  # the same along hops
+    halo: tuple[float, float]
     one_rotation: float  # what comes by where nothing rotates on: in a loop it is there twice
-    share_exchanged: float  # of branches that exchange all tokens, and share these where kernels read no copies
+    gathered: tuple[float, float]  # keys and values of whole segments, and their sums, with the gradient
+    # Of what a branch keeps, the share that is there as well when the one that keeps most is computed: of those with
+    # neighbours, which are on their way from the beginning, of those that exchange all tokens, and of others.
+    share_of_neighbours: tuple[float, float]
+    share_exchanged: float
+    share: float
+    sums: float  # those of all tokens, to which branches are added one by one
     small: int  # bytes of what is computed in a memory beside the main one
     in_both: tuple[float, float]  # how often that is there
 
@@ -40,26 +48,38 @@ class Factors(NamedTuple):
 # CPUs are counted as GPUs are.
 ON_GPUS = Factors(
     lanes=1,
+    padding_exchanged=0,
+    padding_gathered=0,
     laid_out=None,
-    laid_out_in_groups=1,
-    share_local=_SHARE,
     travelling=(1, 1),
+    neighbours=(1, 0.97),
+    halo=(1.15, 1.25),
     one_rotation=0.75,
+    gathered=(0.7, 0.8),
+    share_of_neighbours=(0.75, 0.9),
     share_exchanged=0.05,
+    share=0.72,
+    sums=0.65,
     small=0,
     in_both=(1, 1),
 )
-# Kernels for TPUs read heads that lie apart; the small memory is their vector memory.
+# Kernels for TPUs read heads that lie apart, and branches wait for each other; the small memory is their vector memory.
 ON_TPUS = Factors(
     lanes=128,
-    laid_out=(0.7, 2.25),
-    laid_out_in_groups=0.18,
-    share_local=0.3,  # one waits for the other
+    padding_exchanged=0.85,
+    padding_gathered=0.35,
+    laid_out=(0.7, 2.3),
     travelling=(0.7, 1.1),
-    one_rotation=1.5,
-    share_exchanged=_SHARE,
+    neighbours=(0.7, 1.15),
+    halo=(1.15, 0.75),
+    one_rotation=1.2,
+    gathered=(0.65, 0.75),
+    share_of_neighbours=(0.2, 0.2),
+    share_exchanged=0.1,
+    share=0.2,
+    sums=1,
     small=128 * 2**20,
-    in_both=(2, 1.2),
+    in_both=(2, 1.1),
 )
 
 
@@ -78,14 +98,17 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
 
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool, is_small: bool) -> float:
-    """What branches keep, of which some are under way at once."""
-    padded, of_branches = _padded(work, factors.lanes), {}
+    """What branches keep, of which some are under way at once, and what they are added to."""
+    of_branches = {}
     for schedule in schedules:
-        kept = _Kept(padded, schedule, factors, has_gradient, is_small)
-        of_branches[_pairs_of(work, schedule)] = kept.bytes, _share(schedule, factors, has_gradient)
-    (most, _), *others = sorted(of_branches.values(), reverse=True)
-    beside = most + sum(share * num_bytes for num_bytes, share in others)
-    return beside * factors.in_both[has_gradient] if is_small else beside
+        kept = _Kept(_padded(work, factors, schedule), schedule, factors, has_gradient, is_small)
+        share = _share(schedule, factors, has_gradient)
+        of_branches[_pairs_of(work, schedule)] = kept.bytes, share, kept.sums
+    (most, *_), *others = sorted(of_branches.values(), reverse=True)
+    keep = most + sum(share * num_bytes for num_bytes, share, _ in others)
+    sums = [sums for *_, sums in of_branches.values()]
+    keep *= factors.in_both[has_gradient] if is_small else 1
+    return keep + (max(sums) if others and all(sums) else 0)
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
@@ -95,8 +118,13 @@ def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
     return schedule.branch, heads, offset, schedule.earlier
 
 
-def _padded(work: Work, lanes: int) -> Work:
-    pad = lambda width: -(-width // lanes) * lanes
+def _padded(work: Work, factors: Factors, schedule: BranchSchedule) -> Work:
+    share = 1.0
+    if schedule.exchange_size > 1:
+        share = factors.padding_exchanged
+    elif schedule.is_gathered:
+        share = factors.padding_gathered
+    pad = lambda width: width + round(share * (-width % factors.lanes))
     return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
 
@@ -110,10 +138,9 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
 
 def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
     if schedule.exchange_size > 1:
-        return factors.share_exchanged if schedule.is_local and not schedule.exchanges_rows else _SHARE
-    if schedule.is_local:
-        return factors.share_local
-    return _SHARE if schedule.is_closed else _SHARE_OF_NEIGHBOURS[has_gradient]
+        return factors.share_exchanged if schedule.is_local and not schedule.exchanges_rows else factors.share
+    has_neighbours = not schedule.is_local and not schedule.is_closed
+    return factors.share_of_neighbours[has_gradient] if has_neighbours else factors.share
 
 
 class _Kept(NamedTuple):
@@ -129,6 +156,18 @@ class _Kept(NamedTuple):
     def bytes(self) -> float:
         """The bytes of all of it."""
         return self._computing() + self._exchanged() + self._tiles()
+
+    @property
+    def sums(self) -> float:
+        """The bytes of sums of all tokens, where branches are added to them one by one."""
+        work, one = self.work, self.schedule.of_devices()
+        on_gpus = self.factors.laid_out is None
+        if self.schedule.traits.are_added_at_once or (on_gpus and self.schedule.exchange_size > 1):
+            return 0
+        numbers = one.queries.shard_length * work.num_heads * work.value_width * work.batch
+        if self.has_gradient:
+            numbers = self._tokens() // work.itemsize
+        return self.factors.sums * numbers * work.sum_itemsize
 
     @property
     def row(self) -> RowBytes:
@@ -154,7 +193,8 @@ class _Kept(NamedTuple):
         tokens = self._tokens() if are_taken else 0
         if schedule.is_gathered:
             return tokens + self._gathered()
-        return tokens + self._travelling() * self.factors.travelling[self.has_gradient]
+        factors = self.factors.travelling if schedule.is_closed else self.factors.neighbours
+        return tokens + self._travelling() * factors[self.has_gradient]
 
     def _tokens(self) -> int:
         """The queries, keys and values of a device."""
@@ -167,11 +207,15 @@ class _Kept(NamedTuple):
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
-            laid_out, same = self.factors.laid_out[self.has_gradient], self.factors.laid_out_in_groups
-            if self.has_gradient and schedule.branch.keeps_all:  # of others the sums are arrays as well
-                laid_out *= same + (1 - same) / schedule.queries.num_groups
-            if schedule.exchanges_rows:  # of the gradient, beside the tokens that these are taken from
-                laid_out = laid_out / schedule.branch.offset_rate + (1 if self.has_gradient else 0)
+            laid_out = self.factors.laid_out[self.has_gradient]
+            if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
+                sums = 0 if schedule.branch.keeps_all else _SUMS_OF_GROUPS
+                laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
+            if schedule.exchanges_rows:
+                laid_out /= schedule.branch.offset_rate
+                # The gradient is of the tokens that these are taken from, which in the small memory are there as well.
+                least = self.has_gradient
+                laid_out = laid_out + least if self.is_small else max(laid_out, least)
             return laid_out * self._tokens()
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
@@ -180,8 +224,9 @@ class _Kept(NamedTuple):
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
         schedule, row = self.schedule, self.row
-        of_sums = row.keys_grad * (1.2 if schedule.traits.rows_last else 0.8)  # some are laid out anew
-        of_key = 0.7 * row.keys + of_sums if self.has_gradient else 1.5 * row.keys
+        of_rows, of_sums = self.factors.gathered
+        of_sums *= 1.5 if schedule.traits.rows_last else 1  # some are laid out anew
+        of_key = of_rows * row.keys + of_sums * row.keys_grad if self.has_gradient else 1.5 * row.keys
         stay = schedule.queries.num_slots * (row.queries + row.query_grad)
         return stay + schedule.gather_size * schedule.keys.num_slots * of_key
 
@@ -200,7 +245,7 @@ class _Kept(NamedTuple):
         kept = stays.num_slots * (copies * rows + of_stays)
         if not schedule.is_closed:
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
-            halo = _HALO[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
+            halo = self.factors.halo[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
             kept += side.num_slots * own + halo * come_by
         if rotations > 1:
             # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
