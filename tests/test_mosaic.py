@@ -270,13 +270,20 @@ def test_under_vmap_and_checkpoint():
     [
         ("float16", {}, "in bfloat16 and float32, and query is of float16"),
         ("float32", {"platform": "cpu"}, "it runs on TPUs and on Hopper GPUs, and the devices are of platform 'cpu'"),
+        (
+            "float32",
+            {"device_kind": "TPU v3"},
+            "of TPUs it runs on the v4 and later ones, and the devices are 'TPU v3'",
+        ),
+        ("float32", {"device_kind": "TPU v4", "width": 192}, "has room for heads of 512 bytes, and these are 192 wide"),
         ("float32", {"unmapped": ("data",)}, r"say with spec=P\(...\) what they cut"),
         ("float32", {"precision": "high"}, "at the default precision or the highest"),
     ],
 )
 def test_what_it_cannot_serve(dtype, more, words):
-    array = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
-    request = Request(array, array, array, **{"platform": "tpu", **more})
+    arguments = {"platform": "tpu", "width": 64, **more}
+    array = jax.ShapeDtypeStruct((1, 256, 2, arguments.pop("width")), dtype)
+    request = Request(array, array, array, **arguments)
     (schedule,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
     assert re.search(words, MosaicTpu().obstacle(request, schedule))
 
@@ -285,6 +292,14 @@ def test_a_named_implementation_that_cannot_serve_is_an_error():
     arrays = [jnp.asarray(array, jnp.float16) for array in random_arguments(16)]
     with pytest.raises(ValueError, match="implementation='mosaic' cannot serve: it runs on TPUs and on Hopper GPUs"):
         ring_dilated_attention(*arrays, segment_lengths=(8,), dilation_rates=(1,), implementation="mosaic")
+
+
+@pytest.mark.parametrize(("kind", "most"), [("TPU v4", 512), ("TPU v5 lite", 1024), ("TPU v6 lite", 1024)])
+def test_tiles_have_room_in_the_memory_of_a_chip(kind, most):
+    array = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+    rows = lambda size: MosaicTpu().tile_rows(Request(array, array, array, "tpu", device_kind=kind, block_size=size))
+    assert rows(128) == (128, 128)
+    assert rows(4096) == (most, most)
 
 
 @pytest.mark.parametrize(("rows", "count", "padded"), [(512, 13, 16), (1024, 13, 14), (1024, 17, 18), (2048, 3, 3)])

@@ -33,6 +33,10 @@ ROWS_BY_KIND = {"v6": (1024, 512)}
 # The least tokens of which a local branch lays rows out at once, where these are copied.
 GROUP_TOKENS = 8192
 MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
+# Of kinds with less memory, and the most bytes of a head there.
+MAX_TILE_ROWS_BY_KIND = {"v4": 512}
+MAX_HEAD_BYTES_BY_KIND = {"v4": 512}
+TOO_SMALL = "v2", "v3"  # the TPUs whose scalar memory has no room for a list of tiles
 # Heads on GPUs are made whole lines of shared memory wide; and registers have room for so much.
 LINE_WIDTH, MOST_WIDTH = 64, 128
 # The GPUs whose matrix units the kernels for GPUs use.
@@ -218,14 +222,27 @@ class MosaicTpu(Mosaic):
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
         if request.platform != self.platform:
             return f"it runs on TPUs and on Hopper GPUs, and the devices are of platform {request.platform!r}"
+        if any(part in request.device_kind for part in TOO_SMALL):
+            return f"of TPUs it runs on the v4 and later ones, and the devices are {request.device_kind!r}"
+        most = _of_kind(MAX_HEAD_BYTES_BY_KIND, request, None)
+        width = max(request.query.shape[-1], request.value.shape[-1])
+        if most is not None and width * request.query.dtype.itemsize > most:
+            return (
+                f"the memory of {request.device_kind!r} has room for heads of {most} bytes, and these are {width} wide"
+            )
         return None
 
     def tile_rows(self, request: Request) -> tuple[int, int]:
         """Returns the most rows of tiles of queries and of keys."""
         if request.block_size is not None:
-            rows = min(request.block_size, MAX_TILE_ROWS)
+            rows = min(request.block_size, _of_kind(MAX_TILE_ROWS_BY_KIND, request, MAX_TILE_ROWS))
             return rows, rows
-        return next((size for part, size in ROWS_BY_KIND.items() if part in request.device_kind), (512, 512))
+        return _of_kind(ROWS_BY_KIND, request, (512, 512))
+
+
+def _of_kind(table: dict[str, Any], request: Request, usual: Any) -> Any:
+    """Returns what a table says of the kind of the devices, or what is usual."""
+    return next((entry for part, entry in table.items() if part in request.device_kind), usual)
 
 
 class MosaicGpu(Mosaic):
