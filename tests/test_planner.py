@@ -191,6 +191,14 @@ def test_the_best_strategy_is_compared_with_the_next_where_it_is_the_default():
     assert f'and that of the next, "{rival.strategy}", is ' in comparison.recommendation
 
 
+def test_an_explained_call_is_not_what_its_own_strategy_is_compared_with():
+    query, key = (jax.ShapeDtypeStruct((1, 2**20, heads, 128), jnp.bfloat16) for heads in (32, 1))
+    explained = explain(query, key, key, pattern=[Window(4096)], is_causal=True, mesh=make_mesh(seq=8), device="H100")
+    ((comparison, _),) = explained.calls
+    assert (comparison.best.strategy, comparison.forecasts[0].strategy) == ("ring", "ring (this call)")
+    assert "(this call)" not in comparison.recommendation
+
+
 def test_a_branch_by_itself_sends_what_it_does_among_others():
     """Results that others are added to travel in the dtype of sums."""
     call = plan([Segments(2**18, 4), Segments(2**20, 8)], num_tokens=2**20, num_heads=32, num_kv_heads=8).call
