@@ -40,7 +40,8 @@ class Factors(NamedTuple):
     share_of_neighbours: tuple[float, float]
     share_exchanged: float
     share: float
-    sums: float  # those of all tokens, to which branches are added one by one
+    sums: float  # those of all tokens, to which branches are added one by one; and where they exchange tokens
+    sums_exchanged: float
     small: int  # bytes of what is computed in a memory beside the main one
     in_both: tuple[float, float]  # how often that is there
 
@@ -60,6 +61,7 @@ ON_GPUS = Factors(
     share_exchanged=0.05,
     share=0.72,
     sums=0.65,
+    sums_exchanged=0,
     small=0,
     in_both=(1, 1),
 )
@@ -78,6 +80,7 @@ ON_TPUS = Factors(
     share_exchanged=0.1,
     share=0.2,
     sums=1,
+    sums_exchanged=1,
     small=128 * 2**20,
     in_both=(2, 1.1),
 )
@@ -106,8 +109,9 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
         of_branches[_pairs_of(work, schedule)] = kept.bytes, share, kept.sums
     (most, *_), *others = sorted(of_branches.values(), reverse=True)
     keep = most + sum(share * num_bytes for num_bytes, share, _ in others)
-    sums = [sums for *_, sums in of_branches.values()]
     keep *= factors.in_both[has_gradient] if is_small else 1
+    # Sums are what several branches are added to. Where some of these have none, others are added as cheaply.
+    sums = [sums for *_, sums in of_branches.values()]
     return keep + (max(sums) if others and all(sums) else 0)
 
 
@@ -160,14 +164,14 @@ class _Kept(NamedTuple):
     @property
     def sums(self) -> float:
         """The bytes of sums of all tokens, where branches are added to them one by one."""
-        work, one = self.work, self.schedule.of_devices()
-        on_gpus = self.factors.laid_out is None
-        if self.schedule.traits.are_added_at_once or (on_gpus and self.schedule.exchange_size > 1):
+        work, schedule = self.work, self.schedule
+        if schedule.traits.are_added_at_once:
             return 0
-        numbers = one.queries.shard_length * work.num_heads * work.value_width * work.batch
-        if self.has_gradient:
-            numbers = self._tokens() // work.itemsize
-        return self.factors.sums * numbers * work.sum_itemsize
+        numbers = self._tokens() // work.itemsize
+        if not self.has_gradient:
+            numbers = work.batch * schedule.of_devices().queries.shard_length * work.num_heads * work.value_width
+        factor = self.factors.sums if schedule.exchange_size == 1 else self.factors.sums_exchanged
+        return factor * numbers * work.sum_itemsize
 
     @property
     def row(self) -> RowBytes:
@@ -214,8 +218,8 @@ class _Kept(NamedTuple):
             if schedule.exchanges_rows:
                 laid_out /= schedule.branch.offset_rate
                 # The gradient is of the tokens that these are taken from, which in the small memory are there as well.
-                least = self.has_gradient
-                laid_out = laid_out + least if self.is_small else max(laid_out, least)
+                tokens = 1 if self.has_gradient else 0
+                laid_out = laid_out + tokens if self.is_small else max(laid_out, tokens)
             return laid_out * self._tokens()
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments

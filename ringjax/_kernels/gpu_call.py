@@ -69,7 +69,7 @@ class GpuStep(NamedTuple):
 class GpuKernel(Protocol):
     """What a warpgroup computes: from sums that it starts, step by step, to results.
 
-    One that `takes_turns` uses the matrix unit while the other warpgroup does not, and takes as many in each step.
+    One that `takes_turns` uses the matrix unit while the other warpgroup does not: `TURNS_OF_STEP` times in a step.
     """
 
     takes_turns: bool
