@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,12 +33,10 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a program, those of inner programs each time that they are used."""
     for equation in jaxpr.eqns:
         yield equation
-        parameters = jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda leaf: isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)
-        )
-        for inner in parameters:
-            if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                yield from equations(getattr(inner, "jaxpr", inner))
+        is_program = lambda leaf: hasattr(leaf, "eqns")
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+            if is_program(parameter):
+                yield from equations(parameter)
 
 
 def gradient(segment_lengths: Any, dilation_rates: Any, mesh: Any) -> tuple[Any, list[Any]]:
