@@ -363,6 +363,13 @@ def test_the_kernel_is_chosen_where_it_can_serve():
     assert " convolution(" not in text
 
 
+def test_an_exchange_for_tpus_takes_little_code():
+    """What goes with each token and head, of a number or two, is nowhere a row of 128 for each token."""
+    arguments = {"length": 8 * 8192, "pattern": (Window(1024),), "heads": 16, "kv_heads": 8, "implementation": "mosaic"}
+    compiled = compile_for("v5e:2x4", True, strategy="all_to_all", **arguments)
+    assert compiled.memory_analysis().generated_code_size_in_bytes <= 10e6
+
+
 @pytest.mark.slow
 def test_kernels_for_tpus_take_no_more_memory_than_tiles():
     peaks = [

@@ -95,6 +95,7 @@ class Call:
             document_itemsize=self.document_itemsize,
             needs_lse=self.request.needs_lse,
             kv_itemsizes=(key.dtype.itemsize, value.dtype.itemsize),
+            has_order=self.request.platform == "cpu",
         )
 
     @functools.cached_property

@@ -11,10 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int, Shaped
 
 from ringjax._mesh.order import after
+
+# Arrays narrower than this, of a few numbers for each token and head, are exchanged with their tokens last. A TPU's
+# compiler would else pad these few numbers to a row of 128, in code that grows with the tokens.
+_NARROW = 16
 
 
 class Moved(NamedTuple):
@@ -101,11 +106,11 @@ class Exchange(NamedTuple):
 
     def to_heads(self, arrays: Sequence[Shaped[Array, "B _ E _"]]) -> tuple[Shaped[Array, "B _ L _"], ...]:
         """Gives each member all tokens of the shard, in order, and its part of the heads."""
-        return pack(lambda array: self._exchange(array, 2, 1), arrays).take_apart()
+        return self._move("B n (p L) D", "B (p n) L D", arrays)
 
     def to_tokens(self, arrays: Sequence[Shaped[Array, "B _ L _"]]) -> tuple[Shaped[Array, "B _ E _"], ...]:
         """Undoes `to_heads`."""
-        return pack(lambda array: self._exchange(array, 1, 2), arrays).take_apart()
+        return self._move("B (p n) L D", "B n (p L) D", arrays)
 
     def gather(self, documents: Sequence[Int[Array, "B _"] | None]) -> tuple[Int[Array, "B _"] | None, ...]:
         """Gives each member the documents of the shard's tokens."""
@@ -125,20 +130,25 @@ class Exchange(NamedTuple):
             return None
         return np.arange(self.num_devices).reshape(-1, self.size).tolist()
 
-    def _exchange(self, array: Array, split_axis: int, concat_axis: int) -> Array:
-        def exchange(array: Array) -> Array:
-            groups = self._members
-            return jax.lax.all_to_all(
-                array, self.axis_name, split_axis, concat_axis, axis_index_groups=groups, tiled=True
-            )
+    def _move(self, here: str, there: str, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        # The parts of the members come first, where a compiler moves them without a copy.
+        orders = ["p B n L D" if array.shape[-1] >= _NARROW else "p B L D n" for array in arrays]
+        of_arrays = zip(arrays, orders, strict=True)
+        parts = [rearrange(array, f"{here} -> {order}", p=self.size) for array, order in of_arrays]
+        moved = zip(pack(self._exchange, parts).take_apart(), orders, strict=True)
+        return tuple(rearrange(part, f"{order} -> {there}") for part, order in moved)
 
+    def _exchange(self, parts: Shaped[Array, "p B *rest"]) -> Shaped[Array, "p B *rest"]:
+        """Gives each member its part, and returns the parts that this one gets."""
         # jax has no rule for a vmap of groups: instances are one more of the batch.
-        mapped = custom_vmap(exchange)
+        mapped = custom_vmap(
+            lambda parts: jax.lax.all_to_all(parts, self.axis_name, 0, 0, axis_index_groups=self._members, tiled=True)
+        )
 
         @mapped.def_vmap
-        def _(size: int, is_batched: list[bool], array: Array) -> tuple[Array, bool]:
+        def _(size: int, is_batched: list[bool], parts: Array) -> tuple[Array, bool]:
             del is_batched
-            folded = self._exchange(array.reshape(-1, *array.shape[2:]), split_axis, concat_axis)
-            return folded.reshape(size, -1, *folded.shape[1:]), True
+            folded = self._exchange(rearrange(parts, "v p B ... -> p (v B) ..."))
+            return rearrange(folded, "p (v B) ... -> v p B ...", v=size), True
 
-        return mapped(array)
+        return mapped(parts)

@@ -52,6 +52,7 @@ class Work:
       batch, num_heads, width, value_width: what a device has of B, N, H and V.
       itemsize, sum_itemsize: the bytes of a number of the arrays, and of sums.
       kv_itemsizes: the bytes of a number of keys, and of values; by default those of the arrays.
+      has_order: whether what is exchanged waits for each other, as on CPUs: then nothing is left out.
       head_parts: the devices that heads are cut over, beside those of the sequence.
       document_itemsize: the bytes of the number of a document, 0 without documents.
       needs_lse: whether anything but the sum of branches asks for the lse, which may then have a gradient.
@@ -69,6 +70,7 @@ class Work:
     document_itemsize: int = 0
     needs_lse: bool = False
     kv_itemsizes: tuple[int, int] | None = None
+    has_order: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -223,8 +225,7 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
     has_all_tokens = schedule.branch.keeps_all or schedule.exchanges_rows
     is_put = has_all_tokens and heads == work.num_heads // schedule.exchange_size
     is_total = work.has_one_branch and (is_put or (schedule.traits.are_added_at_once and schedule.is_dense))
-    is_packed = schedule.exchange_size > 1 and result == work.sum_itemsize  # with the output, in one message
-    has_lse = has_gradient or work.needs_lse or not is_total or is_packed
+    has_lse = has_gradient or work.needs_lse or not is_total or (work.has_order and schedule.exchange_size > 1)
     swap = functools.partial(_swap, schedule)
     # Documents, which are the same for queries and keys, are swapped once.
     documents = work.documents(schedule)
@@ -261,8 +262,7 @@ def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final:
     is_rounded = len(schedules) == 1 and schedules[0].is_local and schedules[0].traits.rounds_gradients
     are_keys_last = is_rounded or not work.repeats_heads(size)
     result, grad = (item if is_final and is_last else sums for is_last in (True, are_keys_last))
-    # The output and the lse go in one message where they are of one dtype.
-    has_lse = has_gradient or work.needs_lse or not is_final or result == sums
+    has_lse = has_gradient or work.needs_lse or not is_final or work.has_order
 
     def exchange(direction: Direction, of_query: int, of_key: int = 0) -> Message:
         num_bytes = work.batch * (queries * heads * of_query + keys * kv_heads * of_key)
