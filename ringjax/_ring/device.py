@@ -91,6 +91,9 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, zero))
+    # Apart, as nothing has to wait for it: sums of its products are of more bits, and a TPU's compiler that saw where
+    # it is from would lay it out anew in that many.
+    out = jax.lax.optimization_barrier(out)
     # What the backward of each implementation needs of a query, before any rows are taken.
     residuals = {
         implementation: [
