@@ -131,12 +131,16 @@ class Exchange(NamedTuple):
         return np.arange(self.num_devices).reshape(-1, self.size).tolist()
 
     def _move(self, here: str, there: str, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        # The parts of the members come first, where a compiler moves them without a copy.
+        # The parts of the members come first, where a compiler moves them without a copy. Each array by itself: to lay
+        # several side by side and to take them apart takes as many passes as the exchange itself, and memory.
+        moved: list[Array] = []
         orders = ["p B n L D" if array.shape[-1] >= _NARROW else "p B L D n" for array in arrays]
-        of_arrays = zip(arrays, orders, strict=True)
-        parts = [rearrange(array, f"{here} -> {order}", p=self.size) for array, order in of_arrays]
-        moved = zip(pack(self._exchange, parts).take_apart(), orders, strict=True)
-        return tuple(rearrange(part, f"{order} -> {there}") for part, order in moved)
+        for array, order in zip(arrays, orders, strict=True):
+            parts = rearrange(array, f"{here} -> {order}", p=self.size)
+            moved.append(self._exchange(after(parts, moved[-1:])))
+        # Whoever waits for one waits for all.
+        moved[0] = after(moved[0], moved[1:])
+        return tuple(rearrange(parts, f"{order} -> {there}") for parts, order in zip(moved, orders, strict=True))
 
     def _exchange(self, parts: Shaped[Array, "p B *rest"]) -> Shaped[Array, "p B *rest"]:
         """Gives each member its part, and returns the parts that this one gets."""

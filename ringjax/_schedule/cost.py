@@ -31,7 +31,8 @@ class RowBytes(NamedTuple):
 class Message(NamedTuple):
     """What every device sends to others, so many `times`: `num_bytes` in one collective.
 
-    It reaches devices up to `distance` further. What `is_hidden` has computation beside it that does not need it.
+    Arrays that go together, such as keys and values, are one message. It reaches devices up to `distance` further. What
+    `is_hidden` has computation beside it that does not need it.
     """
 
     direction: Direction
