@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,33 @@ from ringjax._forecast.machine import MACHINES
 from ringjax._recording import recording
 
 CHIPS = {"8 H100s": "H100", "v5e:2x4": "v5e"}
-# The tokens of a device. TPUs compute with the fewer ones in their vector memory, and how much of them lies in both
-# memories cannot be said.
-SIZES = {"8192 tokens a device and more": (8192, 16384, 65536), "1024 and 2048 tokens a device": (1024, 2048)}
-CASES = 10  # of each, on each
-SEED = 7  # of other draws than the count was fitted to, but for one of its factors
 
 
-def draw_case(draw: random.Random, tokens: tuple[int, ...]) -> tuple[str, dict[str, Any]]:
-    """Returns a call with some of so many tokens a device, as its options and in words."""
+class Size(NamedTuple):
+    """What configurations are drawn from, and how many of them on each kind of devices.
+
+    These are the tokens of a device, the query heads, and how many of these share a key/value head.
+    """
+
+    tokens: tuple[int, ...]
+    heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    cases: int
+
+
+SIZES = {
+    "sizes of models": Size((8192, 16384, 32768), (16, 32), (1, 2, 4, 8), cases=20),
+    # TPUs compute with so little in their vector memory, and how much of it lies in both memories cannot be said.
+    "small sizes": Size((1024, 2048), (2, 4, 8, 16), (1, 2), cases=10),
+}
+SEED = 23  # of other draws than the count was fitted to, but for one of its factors
+
+
+def draw_case(draw: random.Random, size: Size) -> tuple[str, dict[str, Any]]:
+    """Returns a call of a size, as its options and in words."""
     one_of = lambda *values: draw.choice(values)
-    length = 8 * one_of(*tokens)
-    kv_heads = one_of(2, 4, 8)
-    heads = kv_heads * one_of(1, 1, 2, 4)
+    length, heads = 8 * one_of(*size.tokens), one_of(*size.heads)
+    kv_heads = heads // one_of(*size.groups)
     count, branches = one_of(1, 1, 2, 3), {}
     while len(branches) < count:  # what is twice the same is computed once
         branches[_draw_branch(draw, length)] = None
@@ -84,12 +98,12 @@ def peaks(topology: str, options: dict[str, Any]) -> tuple[float, float]:
 def measure() -> list[dict[str, Any]]:
     """Returns what was counted over what was compiled, in each case."""
     rows = []
-    for topology, (size, tokens) in itertools.product(CHIPS, SIZES.items()):
+    for topology, (name, size) in itertools.product(CHIPS, SIZES.items()):
         draw = random.Random(SEED)
-        for _ in range(CASES):
-            case, options = draw_case(draw, tokens)
+        for _ in range(size.cases):
+            case, options = draw_case(draw, size)
             counted, compiled = peaks(topology, options)
-            rows.append({"size": size, "topology": topology, "case": case, "value": counted / compiled})
+            rows.append({"size": name, "topology": topology, "case": case, "value": counted / compiled})
     return rows
 
 

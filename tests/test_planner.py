@@ -524,8 +524,8 @@ def test_what_a_device_holds():
     held = lambda device, **more: of(device, Segments(1024), **more)
     numbers = 65536 * 4 * 128  # of queries, keys, values, outputs and each of their gradients
     stats = 65536 * 4 * 4  # the lse, which cuDNN reads beside the output and its cotangent
-    # All rows are the arguments themselves, of which the backward copies half.
-    assert held("H100", head_dim=128) == numbers * 2 * (4 + 3) + (numbers * 2 * (3 + 2) + stats) // 2
+    # All rows are the arguments themselves, of which the backward copies some.
+    assert held("H100", head_dim=128) == numbers * 2 * (4 + 3) + round(0.3 * (numbers * 2 * (3 + 2) + stats))
     assert held("H100", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1)
     # TPUs lay out anew what kernels read, where heads are padded to 128: of eight groups of segments, some at a time.
     laid_out = numbers * 2 * 3 * 2.3 / 8
@@ -549,7 +549,7 @@ def test_what_comes_by_is_there_with_its_sums():
     assert abs(window(1025).memory - window(513).memory - 1.15 * 0.75 * 512 * query) <= 1
     segments = {one.strategy: one.memory for one in plan([Segments(2**19)], **size).forecasts}
     ring = 65536 * (key + 2 * query + 2 * 4 * 128 * 2)  # balanced: halves are swapped
-    gathered = 65536 * (query + 8 * 4 * 128 * 2 * (0.65 * 2 + 0.75 * 4))
+    gathered = 65536 * (query + 8 * 4 * 128 * 2 * (0.65 * 2 + 0.9 * 4))
     assert segments["all_gather"] - segments["ring"] == round(gathered) - round(1.1 * ring)
 
 

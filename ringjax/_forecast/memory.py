@@ -1,7 +1,7 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
-they chose in some 200 random programs for H100s and 80 for a v5e; `benchmarks.plan_memory` measures how near.
+they chose in some 150 random programs for H100s and 130 for a v5e; `benchmarks.plan_memory` measures how near.
 """
 
 import dataclasses
@@ -14,6 +14,10 @@ from ringjax._schedule.schedule import BranchSchedule, Schedules
 
 # How often rows that stay are there, where they are laid out anew beside the arguments.
 _COPIED = 1, 1.4
+# How much of the arguments the backward copies where nothing travels.
+_COPIED_OF_ARGUMENTS = 0.3
+# How much of those that stay in a loop is not copied.
+_GIVEN_TO_LOOPS = 0.4
 # How often sums of the tokens of all groups of segments are there.
 _SUMS_OF_GROUPS = 1.2
 # How often the logits of a tile are there, with what becomes of them.
@@ -24,11 +28,9 @@ class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
     lanes: int  # widths of what branches keep are multiples of it
-    # How much of that padding there is where rows are exchanged, and where they are gathered: they travel without.
-    padding_exchanged: float
-    padding_gathered: float
+    padding_gathered: float  # how much of that padding there is where rows are gathered: they travel without
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
-    # copies half, and rows that were taken.
+    # copies some, and rows that were taken.
     laid_out: tuple[float, float] | None
     travelling: tuple[float, float]  # what stays and what comes by in a ring
     neighbours: tuple[float, float]  # the same along hops
@@ -49,7 +51,6 @@ class Factors(NamedTuple):
 # CPUs are counted as GPUs are.
 ON_GPUS = Factors(
     lanes=1,
-    padding_exchanged=0,
     padding_gathered=0,
     laid_out=None,
     travelling=(1, 1),
@@ -68,19 +69,18 @@ ON_GPUS = Factors(
 # Kernels for TPUs read heads that lie apart, and branches wait for each other; the small memory is their vector memory.
 ON_TPUS = Factors(
     lanes=128,
-    padding_exchanged=0.85,
     padding_gathered=0.35,
     laid_out=(0.7, 2.3),
     travelling=(0.7, 1.1),
     neighbours=(0.7, 1.15),
     halo=(1.15, 0.75),
     one_rotation=1.2,
-    gathered=(0.65, 0.75),
+    gathered=(0.65, 0.9),
     share_of_neighbours=(0.2, 0.2),
     share_exchanged=0.1,
     share=0.2,
     sums=1,
-    sums_exchanged=1,
+    sums_exchanged=0.65,
     small=128 * 2**20,
     in_both=(2, 1.1),
 )
@@ -123,11 +123,7 @@ def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
 
 
 def _padded(work: Work, factors: Factors, schedule: BranchSchedule) -> Work:
-    share = 1.0
-    if schedule.exchange_size > 1:
-        share = factors.padding_exchanged
-    elif schedule.is_gathered:
-        share = factors.padding_gathered
+    share = factors.padding_gathered if schedule.is_gathered else 1
     pad = lambda width: width + round(share * (-width % factors.lanes))
     return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
@@ -223,7 +219,7 @@ class _Kept(NamedTuple):
             return laid_out * self._tokens()
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
-        return rows * self.has_gradient / 2 if is_whole else rows
+        return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if is_whole else rows
 
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
@@ -251,13 +247,14 @@ class _Kept(NamedTuple):
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
             halo = self.factors.halo[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
             kept += side.num_slots * own + halo * come_by
+        if schedule.is_closed and schedule.branch.keeps_all and not (schedule.is_balanced or are_copied):
+            # The arguments themselves, some of which a loop copies.
+            kept -= stays.num_slots * rows * (1 if rotations == 1 else _GIVEN_TO_LOOPS)
         if rotations > 1:
             # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
             is_swapped = schedule.is_balanced and schedule.branch.keeps_all
             kept += is_swapped * 2 * schedule.queries.num_slots * self.work.query_row(schedule)
             return kept + 2 * side.num_slots * come_by
-        if schedule.is_closed and schedule.branch.keeps_all and not (schedule.is_balanced or are_copied):
-            kept -= stays.num_slots * rows  # the arguments themselves
         return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
 
     def _exchanged(self) -> float:
