@@ -91,7 +91,7 @@ FOLDERS = {
             "exchange": set(),
             "ways": {"exchange"},
             "plan": {"exchange", "ways"},
-            "layout": {"exchange", "plan", "ways"},
+            "layout": {"plan", "ways"},
             "ring": {"layout"},
             "gather": {"layout", "ring"},
             "addition": {"layout", "plan"},

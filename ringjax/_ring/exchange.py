@@ -5,7 +5,7 @@ such shards (USP, arXiv 2405.07719). B batch, n tokens of a device, K its key/va
 which may be some of K repeated, L those that each member has then, G query heads of each.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,39 +20,6 @@ from ringjax._mesh.order import after
 # Arrays narrower than this, of a few numbers for each token and head, are exchanged with their tokens last. A TPU's
 # compiler would else pad these few numbers to a row of 128, in code that grows with the tokens.
 _NARROW = 16
-
-
-class Moved(NamedTuple):
-    """Arrays that were moved: those that differ in their last dimension alone in one message, side by side.
-
-    `places` are the numbers of the arrays in each message, `ends` where they end there.
-    """
-
-    messages: tuple[Array, ...]
-    places: tuple[tuple[int, ...], ...]
-    ends: tuple[tuple[int, ...], ...]
-
-    def take_apart(self) -> tuple[Array, ...]:
-        """Returns the arrays."""
-        arrays: dict[int, Array] = {}
-        for message, place, ends in zip(self.messages, self.places, self.ends, strict=True):
-            arrays |= zip(place, jnp.split(message, ends, axis=-1), strict=True)
-        # Whoever waits for one waits for all.
-        first, *rest = (arrays[number] for number in range(len(arrays)))
-        return (after(first, rest), *rest) if len(self.messages) > 1 else (first, *rest)
-
-
-def pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
-    """Moves arrays in as few messages as may be."""
-    kinds = [(array.dtype, array.shape[:-1]) for array in arrays]
-    messages, places, all_ends = [], [], []
-    for kind in dict.fromkeys(kinds):
-        place = tuple(number for number, other in enumerate(kinds) if other == kind)
-        side_by_side = jnp.concatenate([arrays[number] for number in place], axis=-1)
-        messages.append(move(after(side_by_side, messages[-1:])))
-        places.append(place)
-        all_ends.append(tuple(np.cumsum([arrays[number].shape[-1] for number in place])[:-1].tolist()))
-    return Moved(tuple(messages), tuple(places), tuple(all_ends))
 
 
 class Exchange(NamedTuple):

@@ -15,9 +15,8 @@ from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import Combine, Rows
 from ringjax._meeting.softmax import Keys
 from ringjax._mesh.order import after
-from ringjax._ring.exchange import Moved
 from ringjax._ring.plan import Plan
-from ringjax._ring.ways import Ways
+from ringjax._ring.ways import Moved, Ways
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 

@@ -1,15 +1,50 @@
 """The ways in which the rows of a branch move: round rings, along hops, halves that are swapped, and all to each."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from ringjax._ring.exchange import Exchange, Moved, pack
+from ringjax._mesh.order import after
+from ringjax._ring.exchange import Exchange
 from ringjax._schedule.schedule import BranchSchedule
+
+
+class Moved(NamedTuple):
+    """Arrays that were moved: those that differ in their last dimension alone in one message, side by side.
+
+    `places` are the numbers of the arrays in each message, `ends` where they end there.
+    """
+
+    messages: tuple[Array, ...]
+    places: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def take_apart(self) -> tuple[Array, ...]:
+        """Returns the arrays."""
+        arrays: dict[int, Array] = {}
+        for message, place, ends in zip(self.messages, self.places, self.ends, strict=True):
+            arrays |= zip(place, jnp.split(message, ends, axis=-1), strict=True)
+        # Whoever waits for one waits for all.
+        first, *rest = (arrays[number] for number in range(len(arrays)))
+        return (after(first, rest), *rest) if len(self.messages) > 1 else (first, *rest)
+
+
+def _pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
+    """Moves arrays in as few messages as may be."""
+    kinds = [(array.dtype, array.shape[:-1]) for array in arrays]
+    messages, places, all_ends = [], [], []
+    for kind in dict.fromkeys(kinds):
+        place = tuple(number for number, other in enumerate(kinds) if other == kind)
+        side_by_side = jnp.concatenate([arrays[number] for number in place], axis=-1)
+        messages.append(move(after(side_by_side, messages[-1:])))
+        places.append(place)
+        all_ends.append(tuple(np.cumsum([arrays[number].shape[-1] for number in place])[:-1].tolist()))
+    return Moved(tuple(messages), tuple(places), tuple(all_ends))
 
 
 class Ways(NamedTuple):
@@ -29,7 +64,7 @@ class Ways(NamedTuple):
 
     def hop_rows(self, rows: tuple[Array, ...], hops: int) -> Moved:
         """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
-        return pack(lambda packed: self.hop(packed, hops), rows)
+        return _pack(lambda packed: self.hop(packed, hops), rows)
 
     def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
         return jax.lax.ppermute(arrays, self.exchange.axis_name, self.exchange.pairs(permutation))

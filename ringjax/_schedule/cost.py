@@ -29,7 +29,7 @@ class RowBytes(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What every device sends to others, so many `times`: `num_bytes` in one collective.
+    """What every device sends to others, so many `times`: `num_bytes` at once.
 
     Arrays that go together, such as keys and values, are one message. It reaches devices up to `distance` further. What
     `is_hidden` has computation beside it that does not need it.
