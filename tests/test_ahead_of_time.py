@@ -370,6 +370,14 @@ def test_an_exchange_for_tpus_takes_little_code():
     assert compiled.memory_analysis().generated_code_size_in_bytes <= 10e6
 
 
+def test_queries_that_share_keys_are_not_laid_out_anew_for_tpus():
+    """Query heads are not put side by side with those that share a key, where a TPU has heads one after the other."""
+    arguments = {"length": 8 * 8192, "heads": 8, "kv_heads": 2, "implementation": "mosaic"}
+    compiled = compile_for("v5e:2x4", True, pattern=(Segments(2048, 2),), **arguments)
+    moved = [line for line in compiled.as_text().splitlines() if " reshape(" in line]
+    assert max(size for line in moved for size in array_sizes(line)) < 8192 * WIDTH
+
+
 @pytest.mark.slow
 def test_kernels_for_tpus_take_no_more_memory_than_tiles():
     peaks = [

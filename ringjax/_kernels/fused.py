@@ -81,12 +81,13 @@ class Fused(KernelImplementation):
         del request
         return schedule.in_whole_chunks()
 
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-        """Puts chunks beside batches, and all heads in one dimension."""
-        return rearrange(rows, "B (C R) K (G H) -> (B C) R (K G) H", C=side.num_chunks, G=groups or 1)
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
+        """Puts chunks beside batches."""
+        del groups
+        return rearrange(rows, "B (C R) N D -> (B C) R N D", C=side.num_chunks)
 
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        return rearrange(tiles, "(B C) R (K G) H -> B (C R) K (G H)", C=side.num_chunks, K=heads)
+    def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
+        return rearrange(tiles, "(B C) R N D -> B (C R) N D", C=side.num_chunks)
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
         """Returns what is seen of queries."""

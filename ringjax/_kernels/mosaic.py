@@ -98,14 +98,14 @@ class Mosaic(KernelImplementation):
         schedule = dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
         return schedule.in_groups(GROUP_TOKENS) if self.traits.copies_rows else schedule
 
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
         """Puts heads where the kernels have them."""
-        del side
-        return rearrange(rows, f"B m K (G D) -> {self.order}", G=groups or 1)
+        del side, groups
+        return rearrange(rows, f"B m N D -> {self.order}")
 
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
+    def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
         del side
-        return rearrange(tiles, f"{self.order} -> B m K (G D)", K=heads)
+        return rearrange(tiles, f"{self.order} -> B m N D")
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
         """Returns the masks of tiles of queries."""
@@ -206,7 +206,7 @@ class MosaicTpu(Mosaic):
     """The implementation by kernels for TPUs."""
 
     # A TPU's registers have the last two dimensions.
-    order, slots_axis = "B (K G) m D", 2
+    order, slots_axis = "B N m D", 2
     traits = Traits(copies_rows=True)
     platform = "tpu"
     dtypes = "bfloat16", "float32"
@@ -249,7 +249,7 @@ class MosaicGpu(Mosaic):
     """The implementation by kernels for Hopper GPUs."""
 
     # Rows stay where they are: a GPU copies those of one head from among all.
-    order, slots_axis = "B m (K G) D", 1
+    order, slots_axis = "B m N D", 1
     traits = Traits(are_added_at_once=True)
     platform = "cuda"
     dtypes = "bfloat16", "float16"

@@ -33,17 +33,17 @@ class Xla(Implementation):
         # To sort is a pass over the rows, and much to compile. As compiled for GPUs, programs take less memory with it.
         return dataclasses.replace(schedule, sorts_halves=request.platform != "cpu")
 
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
         sizes = {"C": side.chunks_per_tile, "R": side.block_rows}
         if groups is None:
             return rearrange(rows, "B (I C R) K H -> I B C K R H", **sizes)
-        return rearrange(rows, "B (I C R) K (G H) -> I B C K G R H", G=groups, **sizes)
+        return rearrange(rows, "B (I C R) (K G) H -> I B C K G R H", G=groups, **sizes)
 
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        del side, heads
+    def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
+        del side
         if tiles.ndim == 6:
             return rearrange(tiles, "I B C K R H -> B (I C R) K H")
-        return rearrange(tiles, "I B C K G R H -> B (I C R) K (G H)")
+        return rearrange(tiles, "I B C K G R H -> B (I C R) (K G) H")
 
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
         return see_queries(slots, noise)

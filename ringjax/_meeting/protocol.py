@@ -65,12 +65,12 @@ class Implementation(abc.ABC):
         """Returns the schedule in tiles of its own."""
 
     @abc.abstractmethod
-    def lay_out(self, side: Side, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-        """Lays rows out; those of queries with their groups apart."""
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
+        """Lays rows out; those of queries by groups, the heads of one key/value head."""
 
     @abc.abstractmethod
-    def take_back(self, side: Side, tiles: Array, heads: int) -> Shaped[Array, "B m K D"]:
-        """Undoes `lay_out`, given the number of key/value heads."""
+    def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
+        """Undoes `lay_out`."""
 
     @abc.abstractmethod
     def see_queries(self, slots: Slots, noise: Noise | None = None) -> Any:

@@ -1,7 +1,7 @@
 """The rows of a branch: from a shard's tokens to the slots of its schedule, and back.
 
-B batch, n tokens of the shard, m slots of all its chunks, M with those of full tiles, K key/value heads that run the
-branch, O those of them that are told apart: 1 where all are of one class, else K.
+B batch, n tokens of the shard, m slots of all its chunks, M with those of full tiles, N heads that run the branch, of
+queries or of keys, O those of them that are told apart: 1 where all are of one class, else N.
 """
 
 import functools
@@ -27,7 +27,7 @@ def put(token: Array, row: Array) -> Array:
 
 
 class BranchHeads(NamedTuple):
-    """The key/value heads of a shard that run a branch: `size` of them, from its own number `first` on.
+    """The heads of a shard that run a branch: `size` of them, from its own number `first` on.
 
     Heads are of one class whose rows have the same offsets, in this branch and in earlier ones whose pairs it leaves
     out. Where shards have different numbers of heads in the branch, `is_member` says which of these are. Classes are
@@ -39,21 +39,28 @@ class BranchHeads(NamedTuple):
     offsets: UInt[np.ndarray, "classes"]
     earlier_offsets: tuple[UInt[np.ndarray, "classes"], ...]
     classes: Int[Array | np.ndarray, "O"]
-    is_member: Bool[Array, "K"] | None = None
+    is_member: Bool[Array, "N"] | None = None
 
-    def cut(self, array: Shaped[Array, "B n all D"]) -> Shaped[Array, "B n K D"]:
+    def cut(self, array: Shaped[Array, "B n all D"]) -> Shaped[Array, "B n N D"]:
         """Returns the part of an array that these heads are."""
         if self.size == array.shape[2]:
             return array
         return jax.lax.dynamic_slice_in_dim(array, self.first, self.size, axis=2)
 
-    def paste(self, array: Shaped[Array, "B n all D"], part: Shaped[Array, "B n K D"]) -> Shaped[Array, "B n all D"]:
+    def paste(self, array: Shaped[Array, "B n all D"], part: Shaped[Array, "B n N D"]) -> Shaped[Array, "B n all D"]:
         """Undoes `cut`."""
         if self.size == array.shape[2]:
             return part
         return jax.lax.dynamic_update_slice_in_dim(array, part, self.first, axis=2)
 
-    def of_heads(self, array: Shaped[Array, "all *rest"]) -> Shaped[Array, "K *rest"]:
+    def in_groups(self, groups: int) -> "BranchHeads":
+        """Returns the query heads, so many of each."""
+        repeat = lambda array: np.repeat(array, groups) if isinstance(array, np.ndarray) else jnp.repeat(array, groups)
+        is_member = None if self.is_member is None else repeat(self.is_member)
+        classes = self.classes if self.classes.size == 1 else repeat(self.classes)
+        return self._replace(first=self.first * groups, size=self.size * groups, classes=classes, is_member=is_member)
+
+    def of_heads(self, array: Shaped[Array, "all *rest"]) -> Shaped[Array, "N *rest"]:
         """Returns what an array of all heads says of these."""
         return jax.lax.dynamic_slice_in_dim(array, self.first, self.size)
 
@@ -81,6 +88,10 @@ class Rows(NamedTuple):
         """Returns the rows of keys."""
         return self._replace(side=self.schedule.keys)
 
+    def in_groups(self, groups: int) -> "Rows":
+        """Returns the rows of query heads, so many for each key/value head."""
+        return self._replace(heads=self.heads.in_groups(groups))
+
     def of_classes(self) -> "Rows":
         """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
         classes, is_member = np.arange(self.heads.offsets.size, dtype=np.int32), self.heads.is_member
@@ -92,7 +103,7 @@ class Rows(NamedTuple):
         shard = self.shard * self.side.num_groups + group
         return self._replace(schedule=self.schedule.of_group(), side=self.side.of_group(), shard=shard)
 
-    def take(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m K D"]:
+    def take(self, tokens: Shaped[Array, "B n N D"]) -> Shaped[Array, "B m N D"]:
         """Takes the kept rows of the shard's tokens; empty slots are junk."""
         side = self.side
         if self.already_taken:
@@ -110,10 +121,10 @@ class Rows(NamedTuple):
 
     def put(
         self,
-        tokens: Shaped[Array, "B n K D"],
-        rows: Shaped[Array, "B m K D"],
+        tokens: Shaped[Array, "B n N D"],
+        rows: Shaped[Array, "B m N D"],
         combine: Combine = put,
-    ) -> Shaped[Array, "B n K D"]:
+    ) -> Shaped[Array, "B n N D"]:
         """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
         side = self.side
         if self.already_taken:
@@ -137,18 +148,18 @@ class Rows(NamedTuple):
         index = jnp.where(is_kept, chunk * side.chunk_rows + slot, 0)
         return jnp.where(is_kept[..., None], combine(tokens, _take(rows, index)), tokens)
 
-    def pad(self, rows: Shaped[Array, "B m K D"]) -> Shaped[Array, "B M K D"]:
+    def pad(self, rows: Shaped[Array, "B m N D"]) -> Shaped[Array, "B M N D"]:
         """Adds the empty slots that fill tiles."""
         side = self.side
         slots = side.num_blocks * side.block_rows
         return _resize(rows, side.num_chunks, side.num_full_chunks, slots)
 
-    def unpad(self, rows: Shaped[Array, "B M K D"]) -> Shaped[Array, "B m K D"]:
+    def unpad(self, rows: Shaped[Array, "B M N D"]) -> Shaped[Array, "B m N D"]:
         """Undoes `pad`."""
         side = self.side
         return _resize(rows, side.num_full_chunks, side.num_chunks, side.chunk_rows)
 
-    def spread(self, rows: Shaped[Array, "B m K D"], fill: float) -> Shaped[Array, "B n K D"]:
+    def spread(self, rows: Shaped[Array, "B m N D"], fill: float) -> Shaped[Array, "B n N D"]:
         """Returns tokens with the rows of a dense branch in their places, and `fill` elsewhere.
 
         Selected, so that what is made of it reads each row once and keeps no tokens.
@@ -156,9 +167,9 @@ class Rows(NamedTuple):
         if self.already_taken:
             return rows
         split = jnp.where(_is_offset(self.side.step, self.offset), rows[:, :, None], fill)
-        return rearrange(split, "B m r K D -> B (m r) K D")
+        return rearrange(split, "B m r N D -> B (m r) N D")
 
-    def _take_one(self, split: Shaped[Array, "B m r K D"]) -> Shaped[Array, "B m K D"]:
+    def _take_one(self, split: Shaped[Array, "B m r N D"]) -> Shaped[Array, "B m N D"]:
         if split.shape[2] == 1:
             return split[:, :, 0]
         ways = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if self.is_whole else {})
@@ -166,8 +177,8 @@ class Rows(NamedTuple):
         return jax.lax.platform_dependent(split, **ways)
 
     def _put_one(
-        self, split: Shaped[Array, "B m r K D"], rows: Shaped[Array, "B m K D"], combine: Combine
-    ) -> Shaped[Array, "B m r K D"]:
+        self, split: Shaped[Array, "B m r N D"], rows: Shaped[Array, "B m N D"], combine: Combine
+    ) -> Shaped[Array, "B m r N D"]:
         if split.shape[2] == 1:
             return combine(split[:, :, 0], rows)[:, :, None]
         ways = {"cpu": put_slices, "tpu": put_in_one_pass, "default": put_selected}
@@ -175,11 +186,11 @@ class Rows(NamedTuple):
         ways = {platform: functools.partial(function, **more) for platform, function in ways.items()}
         return jax.lax.platform_dependent(split, rows, **ways)
 
-    def _split(self, tokens: Shaped[Array, "B n K D"]) -> Shaped[Array, "B m r K D"]:
+    def _split(self, tokens: Shaped[Array, "B n N D"]) -> Shaped[Array, "B m r N D"]:
         return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.side.step)
 
 
-def _resize(rows: Shaped[Array, "B m K D"], chunks: int, new_chunks: int, slots: int) -> Shaped[Array, "B M K D"]:
+def _resize(rows: Shaped[Array, "B m N D"], chunks: int, new_chunks: int, slots: int) -> Shaped[Array, "B M N D"]:
     """Gives rows so many chunks, and each of them so many slots: empty ones are added or removed at the ends."""
     missing = new_chunks - chunks, slots - rows.shape[1] // chunks
     if missing == (0, 0):
@@ -202,7 +213,7 @@ def naturals(stop: int) -> UInt[Array, "stop"]:
     return jnp.arange(stop, dtype=jnp.uint32)
 
 
-def _take(array: Shaped[Array, "B m K D"], index: Integer[Array, "M O"]) -> Shaped[Array, "B M K D"]:
+def _take(array: Shaped[Array, "B m N D"], index: Integer[Array, "M O"]) -> Shaped[Array, "B M N D"]:
     # One gather of whole vectors for each head: along a sharded head axis it stays local.
     return jnp.take_along_axis(array, index[None, :, :, None], axis=1, mode="promise_in_bounds")
 
@@ -213,27 +224,27 @@ def _take(array: Shaped[Array, "B m K D"], index: Integer[Array, "M O"]) -> Shap
 # all of their operand, and a selection is one fused pass.
 
 
-def take_selected(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m K D"]:
+def take_selected(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
     """Returns the token number `offset` of each r, by selection."""
     return jnp.where(_is_offset(split.shape[2], offset), split, 0).sum(axis=2, dtype=split.dtype)
 
 
 def put_selected(
-    split: Shaped[Array, "B m r K D"],
-    rows: Shaped[Array, "B m K D"],
+    split: Shaped[Array, "B m r N D"],
+    rows: Shaped[Array, "B m N D"],
     offset: UInt[Array | np.ndarray, "O"],
     combine: Combine,
-) -> Shaped[Array, "B m r K D"]:
+) -> Shaped[Array, "B m r N D"]:
     """Replaces the token number `offset` of each r, by selection."""
     return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
 
 
 def put_in_one_pass(
-    split: Shaped[Array, "B m r K D"],
-    rows: Shaped[Array, "B m K D"],
+    split: Shaped[Array, "B m r N D"],
+    rows: Shaped[Array, "B m N D"],
     offset: UInt[Array | np.ndarray, "O"],
     combine: Combine,
-) -> Shaped[Array, "B m r K D"]:
+) -> Shaped[Array, "B m r N D"]:
     """Does what `put_selected` does, and nothing of what follows moves into the pass.
 
     Else a TPU's compiler makes an array of each row r times before it.
@@ -245,7 +256,7 @@ def _is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array |
     return (np.arange(rate, dtype=np.uint32)[:, None] == offset)[..., None]
 
 
-def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m K D"]:
+def take_slices(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
     """Returns the token number `offset` of each r, slice by slice."""
     batch, count, _, heads, width = split.shape
     numbers = jax.lax.GatherDimensionNumbers(
@@ -260,11 +271,11 @@ def take_slices(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarr
 
 
 def put_slices(
-    split: Shaped[Array, "B m r K D"],
-    rows: Shaped[Array, "B m K D"],
+    split: Shaped[Array, "B m r N D"],
+    rows: Shaped[Array, "B m N D"],
     offset: UInt[Array | np.ndarray, "O"],
     combine: Combine,
-) -> Shaped[Array, "B m r K D"]:
+) -> Shaped[Array, "B m r N D"]:
     """Replaces the token number `offset` of each r, slice by slice."""
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 1, 3),
@@ -280,7 +291,7 @@ def put_slices(
     )
 
 
-def take_vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m K D"]:
+def take_vectors(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
     """Returns the token number `offset` of each r, vector by vector."""
     batch, count, rate, heads, width = split.shape
     of_first = naturals(batch * count).reshape(batch, count, 1) * np.uint32(rate * heads)
@@ -290,5 +301,5 @@ def take_vectors(split: Shaped[Array, "B m r K D"], offset: UInt[Array | np.ndar
     return jax.lax.gather(vectors, index[..., None], numbers, (1, width), unique_indices=True, mode="promise_in_bounds")
 
 
-def _of_heads(offset: UInt[Array | np.ndarray, "O"], heads: int) -> Int[Array | np.ndarray, "K 1"]:
+def _of_heads(offset: UInt[Array | np.ndarray, "O"], heads: int) -> Int[Array | np.ndarray, "N 1"]:
     return (offset + np.zeros(heads, np.uint32)).astype(np.int32)[:, None]

@@ -1,6 +1,6 @@
 """The addition of branches: how the results of all, each of the rows that it keeps, become one total.
 
-A total is a tuple of tokens [B, n, K, GD]: n tokens of the shard, K key/value heads, G query heads of each.
+A total is a tuple of tokens [B, n, N, D]: n tokens of the shard, N heads, query or key/value heads.
 """
 
 import functools
@@ -18,15 +18,17 @@ Total = tuple[Array, ...]
 
 
 class Addition(NamedTuple):
-    """How results of branches are added: `fills` are what changes nothing, `groups` the heads of each array of a total.
+    """How results of branches are added: `fills` are what changes nothing.
 
-    The `dtypes` are those of results that nothing is added to: they are put in place, not summed.
+    Query heads are in `groups`; `layouts(layout)` are those of the arrays of a total, given that of queries. The
+    `dtypes` are those of results that nothing is added to: they are put in place, not summed.
     `one(layout, total, results)` adds the results of a branch to the rows that they are of, `first(layout, total,
-    results)` puts those of all rows, `many(parts)` adds totals, their heads apart: [B, n, K, G, D].
+    results)` puts those of all rows, `many(parts)` adds totals.
     """
 
     fills: Sequence[float]
-    groups: Sequence[int]
+    groups: int
+    layouts: Callable[[Layout], Sequence[Layout]]
     dtypes: Sequence[Any]
     one: Callable[[Layout, Total, Any], Total]
     first: Callable[[Layout, Total, Any], Total]
@@ -52,7 +54,7 @@ def add_branches(
     """
     fused = []
     for number, schedule in enumerate(plan.schedules):
-        layout = Layout(plan.rows(schedule), plan.implementation(schedule))
+        layout = Layout(plan.rows(schedule), plan.implementation(schedule), addition.groups)
         compute_branch = functools.partial(compute, earlier=None if schedule.is_local else earlier)
         if schedule.traits.are_added_at_once and schedule.is_dense:
             results = compute_branch(layout, arrays)
@@ -73,18 +75,11 @@ def add_branches(
 
 def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total, is_first: bool) -> Total:
     """Adds the results of some branches to a total, which holds nothing yet if they are the first."""
-
-    def apart(tokens: Array, groups: int) -> Array:
-        return tokens.reshape(*tokens.shape[:3], groups, -1)  # [B, n, K, G, D]
-
     parts = [] if is_first else [total]
     for layout, results in fused:
-        spread = functools.partial(layout.spread, num_heads=total[0].shape[2])
-        parts.append(tuple(spread(tiles, fill=fill) for tiles, fill in zip(results, addition.fills, strict=False)))
-    if len(parts) == 1:
-        return parts[0]
-    added = addition.many([tuple(map(apart, part, addition.groups)) for part in parts])
-    return tuple(array.reshape(tokens.shape) for array, tokens in zip(added, total, strict=True))
+        of_each = zip(addition.layouts(layout), results, total, addition.fills, strict=False)
+        parts.append(tuple(one.spread(tiles, tokens.shape[2], fill) for one, tiles, tokens, fill in of_each))
+    return parts[0] if len(parts) == 1 else addition.many(parts)
 
 
 def _add_by_group(

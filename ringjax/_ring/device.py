@@ -97,7 +97,7 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     # What the backward of each implementation needs of a query, before any rows are taken.
     residuals = {
         implementation: [
-            _group_heads(array, plan)
+            array.reshape(-1, *array.shape[-3:])
             for array in IMPLEMENTATIONS[implementation].residuals(out, lse, cotangent, lse_grad)
         ]
         for implementation in dict.fromkeys(schedule.implementation for schedule in plan.schedules)
@@ -136,10 +136,11 @@ def _enter(
     exchange, documents, num_heads = part.exchange, context.documents, num_heads // part.exchange_size
     if exchange.size > 1:
         if part.rows_exchanged is not None:
-            queries, keys = jax.tree.map(part.rows_exchanged.take, (queries, keys))
+            rows_of_queries = part.rows_exchanged.in_groups(queries[0].shape[2] // keys[0].shape[2])
+            queries, keys = jax.tree.map(rows_of_queries.take, queries), jax.tree.map(part.rows_exchanged.take, keys)
         documents = exchange.gather(after(documents, earlier))
-        spread = jax.tree.map(exchange.spread_queries, queries), jax.tree.map(exchange.spread_keys, keys)
-        leaves, tree = jax.tree.flatten(after(spread, (documents, earlier)))
+        spread = jax.tree.map(exchange.spread_keys, keys)
+        leaves, tree = jax.tree.flatten(after((queries, spread), (documents, earlier)))
         queries, keys = tree.unflatten(exchange.to_heads(leaves))
     noise = part.noise(context.seed, batch_shape, num_heads)
     return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
@@ -153,12 +154,15 @@ def _leave(
     if exchange.size == 1:
         return *queries, *keys
     moved = exchange.to_tokens((*queries, *keys))
-    queries = tuple(array.reshape(*array.shape[:2], num_kv_heads, -1) for array in moved[: len(queries)])
+    queries = moved[: len(queries)]
     keys = tuple(exchange.add_copies(array, num_kv_heads) for array in moved[len(queries) :])
     if rows is None:
         return *queries, *keys
+    rows_of_queries = rows.in_groups(arrays[0].shape[2] // num_kv_heads)
+    rows_of_each = len(queries) * (rows_of_queries,) + len(keys) * (rows,)
     empty = lambda array, fill: jnp.full_like(array, fill, shape=(batch, length, *array.shape[2:]))
-    return tuple(rows.put(empty(array, fill), array) for array, fill in zip((*queries, *keys), fills, strict=True))
+    results = zip(rows_of_each, (*queries, *keys), fills, strict=True)
+    return tuple(one.put(empty(array, fill), array) for one, array, fill in results)
 
 
 def _group_context(context: Context, axes: frozenset[str]) -> Context:
@@ -183,7 +187,7 @@ def _group(
     value: Float[Array, "*B s K V"],
     axes: frozenset[str],
     plan: Plan,
-) -> tuple[Float[Array, "b n k GH"], Float[Array, "b s k H"], Float[Array, "b s k V"]]:
+) -> tuple[Float[Array, "b n N H"], Float[Array, "b s k H"], Float[Array, "b s k V"]]:
     """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
     query, key, value = (_cast(array, axes).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
     if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
@@ -191,13 +195,7 @@ def _group(
             jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
         )
         key, value = pick(key), pick(value)
-    return _group_heads(query, plan), key, value
-
-
-def _group_heads(array: Float[Array, "*B n N H"], plan: Plan) -> Float[Array, "b n k GH"]:
-    # Side by side: a dimension of their own would be of size one for many, which XLA:CPU may lay out anew.
-    length, heads, width = array.shape[-3:]
-    return array.reshape(-1, length, plan.local_heads, heads // plan.local_heads * width)
+    return query, key, value
 
 
 def _varying_axes(array: Array) -> frozenset[str]:

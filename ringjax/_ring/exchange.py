@@ -2,7 +2,7 @@
 
 All of them then see each other's tokens without sending any (DeepSpeed-Ulysses, arXiv 2309.14509); rows travel between
 such shards (USP, arXiv 2405.07719). B batch, n tokens of a device, K its key/value heads, E those that are exchanged,
-which may be some of K repeated, L those that each member has then, G query heads of each.
+which may be some of K repeated, L heads that each member has then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,12 +55,6 @@ class Exchange(NamedTuple):
         """Returns the number of members that need each of a device's key/value heads."""
         return max(1, self.size // num_kv_heads)
 
-    def spread_queries(self, array: Shaped[Array, "B n K GD"]) -> Shaped[Array, "B n E D"]:
-        """Cuts the groups of query heads so that every member has some."""
-        *batch, heads, width = array.shape
-        copies = self.num_copies(heads)
-        return array.reshape(*batch, heads * copies, width // copies)
-
     def spread_keys(self, array: Shaped[Array, "B n K D"]) -> Shaped[Array, "B n E D"]:
         """Repeats heads so that every member has one."""
         copies = self.num_copies(array.shape[2])
@@ -71,11 +65,11 @@ class Exchange(NamedTuple):
         copies = self.num_copies(num_kv_heads)
         return array if copies == 1 else array.reshape(*array.shape[:2], num_kv_heads, copies, -1).sum(axis=3)
 
-    def to_heads(self, arrays: Sequence[Shaped[Array, "B _ E _"]]) -> tuple[Shaped[Array, "B _ L _"], ...]:
+    def to_heads(self, arrays: Sequence[Shaped[Array, "B _ _ _"]]) -> tuple[Shaped[Array, "B _ _ _"], ...]:
         """Gives each member all tokens of the shard, in order, and its part of the heads."""
         return self._move("B n (p L) D", "B (p n) L D", arrays)
 
-    def to_tokens(self, arrays: Sequence[Shaped[Array, "B _ L _"]]) -> tuple[Shaped[Array, "B _ E _"], ...]:
+    def to_tokens(self, arrays: Sequence[Shaped[Array, "B _ _ _"]]) -> tuple[Shaped[Array, "B _ _ _"], ...]:
         """Undoes `to_heads`."""
         return self._move("B (p n) L D", "B n (p L) D", arrays)
 

@@ -1,6 +1,6 @@
 """One branch on one shard: its rows as they are where they are computed, with their documents.
 
-B batch, n tokens of the shard, m slots, K key/value heads, G query heads of each.
+B batch, n tokens of the shard, m slots, N heads of the rows: query heads, or key/value heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,39 +22,53 @@ from ringjax._schedule.side import Side
 
 
 class Layout(NamedTuple):
-    """The rows of queries, or of keys, of a branch as its implementation has them."""
+    """The rows of queries, or of keys, of a branch as its implementation has them.
+
+    `rows` are by key/value heads; queries have `groups` heads of each, None where the rows are those of keys.
+    """
 
     rows: Rows
     implementation: Implementation
+    groups: int | None = None
+
+    @property
+    def _of_heads(self) -> Rows:
+        """The rows by their own heads."""
+        return self.rows if self.groups is None else self.rows.in_groups(self.groups)
 
     def of_keys(self) -> "Layout":
         """Returns the layout of keys."""
-        return self._replace(rows=self.rows.of_keys())
+        return self._replace(rows=self.rows.of_keys(), groups=None)
 
     def is_of_all(self, num_heads: int) -> bool:
         """Returns whether all of so many heads keep all tokens."""
         has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.keeps_all
-        return has_all_tokens and self.rows.heads.size == num_heads
+        return has_all_tokens and self._of_heads.heads.size == num_heads
 
     def of_part(self, side: Side) -> "Layout":
         """Returns the layout of a part of the rows."""
         return self._replace(rows=self.rows._replace(side=side))
 
-    def take(self, tokens: Array, groups: int | None = None) -> Array:
-        """Takes rows of tokens, and lays them out; those of queries in groups."""
-        return self.lay_out(self.take_rows(tokens), groups)
+    def take(self, tokens: Array) -> Array:
+        """Takes rows of tokens, and lays them out."""
+        return self.lay_out(self.take_rows(tokens))
 
-    def take_rows(self, tokens: Shaped[Array, "B n all D"]) -> Shaped[Array, "B m K D"]:
+    def take_rows(self, tokens: Shaped[Array, "B n all D"]) -> Shaped[Array, "B m N D"]:
         """Takes rows of tokens as they are."""
-        return self.rows.take(self.rows.heads.cut(tokens))
+        rows = self._of_heads
+        return rows.take(rows.heads.cut(tokens))
 
-    def lay_out(self, rows: Shaped[Array, "B m K D"], groups: int | None = None) -> Array:
-        """Lays rows out; those of queries in groups."""
-        return self.implementation.lay_out(self.rows.side, self.rows.pad(rows), groups)
+    def lay_out(self, rows: Shaped[Array, "B m N D"]) -> Array:
+        """Lays rows out."""
+        return self.implementation.lay_out(self.rows.side, self.rows.pad(rows), self.groups)
 
-    def take_back(self, tiles: Array) -> Shaped[Array, "B m K D"]:
+    def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
+        """Lays the documents of rows out: these are by key/value heads on both sides."""
+        return self._replace(groups=None).lay_out(documents)[..., 0]
+
+    def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
         """Undoes `lay_out`."""
-        return self.rows.unpad(self.implementation.take_back(self.rows.side, tiles, self.rows.heads.size))
+        return self.rows.unpad(self.implementation.take_back(self.rows.side, tiles))
 
     def put(self, tokens: Array, tiles: Array, *combine: Combine) -> Array:
         """Puts rows that are laid out in their places among tokens."""
@@ -62,12 +76,14 @@ class Layout(NamedTuple):
 
     def put_rows(self, tokens: Array, rows: Array, *combine: Combine) -> Array:
         """Puts rows in their places among tokens."""
-        heads = self.rows.heads
-        return heads.paste(tokens, self.rows.put(heads.cut(tokens), rows, *combine))
+        of_heads = self._of_heads
+        heads = of_heads.heads
+        return heads.paste(tokens, of_heads.put(heads.cut(tokens), rows, *combine))
 
     def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:
         """Returns tokens of so many heads with rows that are laid out in their places, and `fill` elsewhere."""
-        heads, part = self.rows.heads, self.rows.spread(self.take_back(tiles), fill)
+        rows = self._of_heads
+        heads, part = rows.heads, rows.spread(self.take_back(tiles), fill)
         if heads.size == num_heads:
             return part
         return heads.paste(jnp.full_like(part, fill, shape=(*part.shape[:2], num_heads, part.shape[3])), part)
@@ -80,7 +96,6 @@ class Operand(NamedTuple):
     tokens: tuple[Array, ...]
     documents: Int[Array, "B n"] | None
     make: Callable[..., Any]
-    groups: int | None = None
 
     @property
     def side(self) -> Side:
@@ -111,8 +126,8 @@ class Operand(NamedTuple):
     def lay_out(self, taken: Any) -> Tiles:
         """Lays out what was taken."""
         rows, documents = taken
-        arrays = self.make(*(self.layout.lay_out(array, self.groups) for array in rows))
-        return Tiles(arrays, None if documents is None else self.layout.lay_out(documents)[..., 0])
+        arrays = self.make(*map(self.layout.lay_out, rows))
+        return Tiles(arrays, None if documents is None else self.layout.lay_out_documents(documents))
 
 
 class Task(NamedTuple):

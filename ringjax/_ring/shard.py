@@ -1,7 +1,6 @@
 """What one shard computes: the results of all branches of which the same tokens are exchanged, forward and backward.
 
-B batch, n tokens of the shard, K its key/value heads, G query heads of each, side by side: all that is of queries is
-[B, n, K, G * width].
+B batch, n tokens of the shard, N its query heads, K its key/value heads: all that is of queries is [B, n, N, width].
 """
 
 import functools
@@ -28,8 +27,8 @@ BY_STRATEGY: dict[str, Any] = {"ring": ring, "all_gather": gather}
 class Shard(NamedTuple):
     """What a shard computes with: its tokens, their documents and what dropout is drawn from.
 
-    `queries` has the queries, of `groups` heads for each key/value head side by side, and in the backward what it needs
-    of them by the name of the implementation; `keys` has the keys and values.
+    `queries` has the queries, `groups` heads of them for each key/value head, and in the backward what it needs of them
+    by the name of the implementation; `keys` has the keys and values.
     """
 
     queries: tuple[Any, ...]
@@ -45,16 +44,16 @@ class Shard(NamedTuple):
 
 
 def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_final: bool) -> Total:
-    """Returns the output and the lse of all branches in a part, by heads side by side.
+    """Returns the output and the lse of all branches in a part.
 
     Sums are of this dtype; where those of the part are final, `is_final`, nothing is added to them.
     """
-    (query,), (_, value), groups = shard.queries, shard.keys, shard.groups
+    (query,), (_, value) = shard.queries, shard.keys
     is_branch_final = is_final and len(part.schedules) == 1
 
     def attend(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query,), (key, value), documents = arrays
-        queries = Operand(layout, (query,), documents[0], lambda query: query, groups)
+        queries = Operand(layout, (query,), documents[0], lambda query: query)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_branch_final)
         out, lse = layout.implementation.finish(BY_STRATEGY[task.schedule.strategy].forward(task))
@@ -62,35 +61,38 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_final: bo
         return out, lse[..., None]
 
     def merge_one(layout: Layout, total: Any, results: Any) -> Any:
-        before = tuple(layout.take(array, groups) for array in total)
+        before = tuple(map(layout.take, total))
         return tuple(map(layout.put, total, merge_many([before, results])))
 
     def put_first(layout: Layout, total: Any, results: Any) -> Any:
         return tuple(map(layout.put, total, results))
 
+    def layouts(layout: Layout) -> tuple[Layout, ...]:
+        return layout, layout
+
     def merge_many(parts: list[Any]) -> Any:
         out, lse = merge([out for out, _ in parts], [lse[..., 0] for _, lse in parts])
         return out, lse[..., None]
 
-    zeros = lambda width: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], groups * width))
+    zeros = lambda width: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], width))
     total = zeros(value.shape[-1]), zeros(1) - jnp.inf
     dtypes = query.dtype if is_branch_final else dtype, total[1].dtype
-    addition = Addition((0.0, -jnp.inf), (groups, groups), dtypes, merge_one, put_first, merge_many)
+    addition = Addition((0.0, -jnp.inf), shard.groups, layouts, dtypes, merge_one, put_first, merge_many)
     return add_branches(attend, addition, shard.arrays, total, part, earlier)
 
 
 def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final: Sequence[bool]) -> Any:
-    """Returns the gradients of all branches in a part, by heads side by side.
+    """Returns the gradients of all branches in a part.
 
     They are of the dtype of `zero`. Nothing is added to those of queries, keys and values that `are_final`.
     """
-    groups, arrays = shard.groups, (shard.queries[0], *shard.keys)
+    arrays = shard.queries[0], *shard.keys
     are_branch_final = [len(part.schedules) == 1 and is_one for is_one in are_final]
 
     def differentiate(layout: Layout, arrays: Any, earlier: Any) -> Any:
         (query, residuals), (key, value), documents = arrays
         tokens = query, *residuals[layout.rows.schedule.implementation]
-        queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries, groups)
+        queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries)
         keys = operand_of_keys(layout, key, value, documents[1])
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, are_branch_final[1])
         addends = BY_STRATEGY[task.schedule.strategy].backward(task)
@@ -99,12 +101,15 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final
         query_grad = addends.query.astype(query.dtype) if are_branch_final[0] else addends.query
         return addends._replace(query=task.ways.swap_back(query_grad))
 
+    def layouts(layout: Layout) -> tuple[Layout, ...]:
+        return layout, layout.of_keys(), layout.of_keys()
+
     def put_one(
         layout: Layout, total: Any, addends: Any, combine: Combine = put, wait: Any = lambda addend, _: addend
     ) -> Any:
         *tiles, parts = addends
-        layouts, grads = (layout, layout.of_keys(), layout.of_keys()), list(total)
-        for number, (one, addend) in enumerate(zip(layouts, tiles, strict=True)):
+        grads = list(total)
+        for number, (one, addend) in enumerate(zip(layouts(layout), tiles, strict=True)):
             if addend is not None:
                 grads[number] = one.put(grads[number], wait(addend, grads[:number]), combine)
         for number, some, rows in parts:
@@ -120,7 +125,7 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final
     )
     # One sum after the other: a compiler that makes one pass of all has each twice at once.
     add_one = functools.partial(put_one, combine=jnp.add, wait=behind)
-    addition = Addition((0.0, 0.0, 0.0), (groups, 1, 1), dtypes, add_one, put_one, add_many)
+    addition = Addition((0.0, 0.0, 0.0), shard.groups, layouts, dtypes, add_one, put_one, add_many)
     return add_branches(differentiate, addition, shard.arrays, total, part, earlier)
 
 
