@@ -1,7 +1,7 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
-they chose in some 150 random programs for H100s and 130 for a v5e; `benchmarks.plan_memory` measures how near.
+they chose in some 200 random programs for H100s and 80 for a v5e; `benchmarks.plan_memory` measures how near.
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ _COPIED_OF_ARGUMENTS = 0.3
 # How much of those that stay in a loop is not copied.
 _GIVEN_TO_LOOPS = 0.4
 # How often sums of the tokens of all groups of segments are there.
-_SUMS_OF_GROUPS = 1.2
+_SUMS_OF_GROUPS = 2
+# How often what was exchanged for a local branch is there: tokens, those of which XLA's tiles make copies, and rows.
+_EXCHANGED, _EXCHANGED_FOR_TILES, _EXCHANGED_ROWS = 0.9, 1.2, 0.6
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -28,7 +30,6 @@ class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
     lanes: int  # widths of what branches keep are multiples of it
-    padding_gathered: float  # how much of that padding there is where rows are gathered: they travel without
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies some, and rows that were taken.
     laid_out: tuple[float, float] | None
@@ -51,7 +52,6 @@ class Factors(NamedTuple):
 # CPUs are counted as GPUs are.
 ON_GPUS = Factors(
     lanes=1,
-    padding_gathered=0,
     laid_out=None,
     travelling=(1, 1),
     neighbours=(1, 0.97),
@@ -69,18 +69,17 @@ ON_GPUS = Factors(
 # Kernels for TPUs read heads that lie apart, and branches wait for each other; the small memory is their vector memory.
 ON_TPUS = Factors(
     lanes=128,
-    padding_gathered=0.35,
     laid_out=(0.7, 2.3),
     travelling=(0.7, 1.1),
-    neighbours=(0.7, 1.15),
-    halo=(1.15, 0.75),
+    neighbours=(0.7, 1.1),
+    halo=(1.15, 0.9),
     one_rotation=1.2,
     gathered=(0.65, 0.9),
     share_of_neighbours=(0.2, 0.2),
-    share_exchanged=0.1,
+    share_exchanged=0.125,
     share=0.2,
-    sums=1,
-    sums_exchanged=0.65,
+    sums=0.75,
+    sums_exchanged=1,
     small=128 * 2**20,
     in_both=(2, 1.1),
 )
@@ -104,7 +103,7 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     """What branches keep, of which some are under way at once, and what they are added to."""
     of_branches = {}
     for schedule in schedules:
-        kept = _Kept(_padded(work, factors, schedule), schedule, factors, has_gradient, is_small)
+        kept = _Kept(_padded(work, factors), schedule, factors, has_gradient, is_small)
         share = _share(schedule, factors, has_gradient)
         of_branches[_pairs_of(work, schedule)] = kept.bytes, share, kept.sums
     (most, *_), *others = sorted(of_branches.values(), reverse=True)
@@ -122,9 +121,8 @@ def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
     return schedule.branch, heads, offset, schedule.earlier
 
 
-def _padded(work: Work, factors: Factors, schedule: BranchSchedule) -> Work:
-    share = factors.padding_gathered if schedule.is_gathered else 1
-    pad = lambda width: width + round(share * (-width % factors.lanes))
+def _padded(work: Work, factors: Factors) -> Work:
+    pad = lambda width: width + -width % factors.lanes
     return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
 
@@ -211,6 +209,8 @@ class _Kept(NamedTuple):
             if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
                 sums = 0 if schedule.branch.keeps_all else _SUMS_OF_GROUPS
                 laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
+                if schedule.exchange_size > 1 and not (schedule.branch.keeps_all or schedule.exchanges_rows):
+                    laid_out = 1 + (laid_out - 1) / schedule.branch.offset_rate  # the tokens once, and rows of them
             if schedule.exchanges_rows:
                 laid_out /= schedule.branch.offset_rate
                 # The gradient is of the tokens that these are taken from, which in the small memory are there as well.
@@ -270,9 +270,11 @@ class _Kept(NamedTuple):
         of_query += work.num_heads * work.residual_bytes([schedule]) * self.has_gradient
         of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
         exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
-        if schedule.is_local:
-            return exchanged * (1.7 if schedule.traits.copies_arguments else 1)
-        return exchanged / 2
+        if not schedule.is_local:
+            return exchanged / 2
+        if schedule.traits.copies_arguments:
+            return _EXCHANGED_FOR_TILES * exchanged
+        return (_EXCHANGED_ROWS if schedule.exchanges_rows else _EXCHANGED) * exchanged
 
     def _tiles(self) -> float:
         """The tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
