@@ -375,7 +375,7 @@ def test_queries_that_share_keys_are_not_laid_out_anew_for_tpus():
     arguments = {"length": 8 * 8192, "heads": 8, "kv_heads": 2, "implementation": "mosaic"}
     compiled = compile_for("v5e:2x4", True, pattern=(Segments(2048, 2),), **arguments)
     moved = [line for line in compiled.as_text().splitlines() if " reshape(" in line]
-    assert max(size for line in moved for size in array_sizes(line)) < 8192 * WIDTH
+    assert max((size for line in moved for size in array_sizes(line)), default=0) < 8192 * WIDTH
 
 
 @pytest.mark.slow

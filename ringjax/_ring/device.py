@@ -133,15 +133,16 @@ def _enter(
     earlier: Any,
 ) -> Shard:
     """Returns what a device computes with in a part of the plan, after the exchange of tokens for heads."""
-    exchange, documents, num_heads = part.exchange, context.documents, num_heads // part.exchange_size
+    exchange, documents = part.exchange, context.documents
     if exchange.size > 1:
-        if part.rows_exchanged is not None:
-            rows_of_queries = part.rows_exchanged.in_groups(queries[0].shape[2] // keys[0].shape[2])
-            queries, keys = jax.tree.map(rows_of_queries.take, queries), jax.tree.map(part.rows_exchanged.take, keys)
+        if rows := part.rows_exchanged(num_heads):
+            of_queries, of_keys = rows
+            queries, keys = jax.tree.map(of_queries.take, queries), jax.tree.map(of_keys.take, keys)
         documents = exchange.gather(after(documents, earlier))
         spread = jax.tree.map(exchange.spread_keys, keys)
         leaves, tree = jax.tree.flatten(after((queries, spread), (documents, earlier)))
         queries, keys = tree.unflatten(exchange.to_heads(leaves))
+    num_heads //= part.exchange_size
     noise = part.noise(context.seed, batch_shape, num_heads)
     return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
 
@@ -150,16 +151,17 @@ def _leave(
     part: Plan, queries: tuple[Array, ...], keys: tuple[Array, ...], arrays: Any, fills: tuple[float, ...]
 ) -> tuple[Array, ...]:
     """Returns what a device's own tokens have of results of queries and of keys, and `fills` where they have none."""
-    exchange, rows, (batch, length, num_kv_heads, _) = part.exchange, part.rows_exchanged, arrays[1].shape
+    exchange, (batch, length, num_kv_heads, _) = part.exchange, arrays[1].shape
     if exchange.size == 1:
         return *queries, *keys
     moved = exchange.to_tokens((*queries, *keys))
     queries = moved[: len(queries)]
     keys = tuple(exchange.add_copies(array, num_kv_heads) for array in moved[len(queries) :])
+    rows = part.rows_exchanged(arrays[0].shape[2])
     if rows is None:
         return *queries, *keys
-    rows_of_queries = rows.in_groups(arrays[0].shape[2] // num_kv_heads)
-    rows_of_each = len(queries) * (rows_of_queries,) + len(keys) * (rows,)
+    of_queries, of_keys = rows
+    rows_of_each = len(queries) * (of_queries,) + len(keys) * (of_keys,)
     empty = lambda array, fill: jnp.full_like(array, fill, shape=(batch, length, *array.shape[2:]))
     results = zip(rows_of_each, (*queries, *keys), fills, strict=True)
     return tuple(one.put(empty(array, fill), array) for one, array, fill in results)

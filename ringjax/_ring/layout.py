@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     groups: int | None = None
 
     @property
-    def _of_heads(self) -> Rows:
+    def _own_rows(self) -> Rows:
         """The rows by their own heads."""
         return self.rows if self.groups is None else self.rows.in_groups(self.groups)
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     def is_of_all(self, num_heads: int) -> bool:
         """Returns whether all of so many heads keep all tokens."""
         has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.keeps_all
-        return has_all_tokens and self._of_heads.heads.size == num_heads
+        return has_all_tokens and self._own_rows.heads.size == num_heads
 
     def of_part(self, side: Side) -> "Layout":
         """Returns the layout of a part of the rows."""
@@ -55,8 +55,8 @@ class Layout(NamedTuple):
 
     def take_rows(self, tokens: Shaped[Array, "B n all D"]) -> Shaped[Array, "B m N D"]:
         """Takes rows of tokens as they are."""
-        rows = self._of_heads
-        return rows.take(rows.heads.cut(tokens))
+        own = self._own_rows
+        return own.take(own.heads.cut(tokens))
 
     def lay_out(self, rows: Shaped[Array, "B m N D"]) -> Array:
         """Lays rows out."""
@@ -76,14 +76,13 @@ class Layout(NamedTuple):
 
     def put_rows(self, tokens: Array, rows: Array, *combine: Combine) -> Array:
         """Puts rows in their places among tokens."""
-        of_heads = self._of_heads
-        heads = of_heads.heads
-        return heads.paste(tokens, of_heads.put(heads.cut(tokens), rows, *combine))
+        own = self._own_rows
+        return own.heads.paste(tokens, own.put(own.heads.cut(tokens), rows, *combine))
 
     def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:
         """Returns tokens of so many heads with rows that are laid out in their places, and `fill` elsewhere."""
-        rows = self._of_heads
-        heads, part = rows.heads, rows.spread(self.take_back(tiles), fill)
+        own = self._own_rows
+        heads, part = own.heads, own.spread(self.take_back(tiles), fill)
         if heads.size == num_heads:
             return part
         return heads.paste(jnp.full_like(part, fill, shape=(*part.shape[:2], num_heads, part.shape[3])), part)

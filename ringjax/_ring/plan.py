@@ -59,13 +59,17 @@ class Plan:
             for group in exchanged_together(self.schedules)
         )
 
-    @property
-    def rows_exchanged(self) -> Rows | None:
-        """The rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens."""
+    def rows_exchanged(self, num_heads: int) -> tuple[Rows, Rows] | None:
+        """Returns the rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens.
+
+        They are those of queries, which have so many heads, and of keys.
+        """
         schedule = self.schedules[0]
         if not schedule.exchanges_rows:
             return None
-        return dataclasses.replace(self, exchange_size=1).rows(schedule.of_devices())
+        device = dataclasses.replace(self, exchange_size=1)
+        rows = device.rows(schedule.of_devices())
+        return rows.in_groups(num_heads // device.local_heads), rows
 
     @property
     def exchange(self) -> Exchange:
