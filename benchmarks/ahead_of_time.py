@@ -86,16 +86,19 @@ def compile_for(
     in_natural_order: bool = False,
     kv_heads: int | None = None,
     strategy: Any = "ring",
+    exchange_size: int = 1,
     has_documents: bool = False,
     has_cotangent: bool = False,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology.
 
-    The gradient is that of a sum, whose cotangent is a constant, or takes the cotangent as another argument.
+    The gradient is that of a sum, whose cotangent is a constant, or takes the cotangent as another argument. The mesh
+    is laid out for groups of `exchange_size`.
     """
     kind, topology = TOPOLOGIES[name]
     ring = devices(kind, topology)[:count]
-    mesh = Mesh(np.array(ring), ("seq",)) if in_natural_order else make_mesh((len(ring),), ("seq",), devices=ring)
+    mesh = make_mesh((len(ring),), ("seq",), devices=ring, exchange_size=exchange_size)
+    mesh = Mesh(np.array(ring), ("seq",)) if in_natural_order else mesh
     sharding = NamedSharding(mesh, P(None, "seq"))
     query, key = (
         jax.ShapeDtypeStruct((1, length, count, WIDTH), jnp.bfloat16, sharding=sharding)

@@ -169,13 +169,17 @@ def test_every_halo_overlaps_with_computation(name, tokens, branch, gradient):
 @of_both
 @pytest.mark.parametrize(
     ("name", "implementation", "kv_heads", "tokens"),
-    [("8 H100s", "cudnn", 2, TOKENS), ("4 x 8 H100s", "cudnn", 2, TOKENS), ("v5e:2x4", "xla", 8, 256)],
+    [
+        *((name, "cudnn", 2, TOKENS) for name in ("8 H100s", "4 x 8 H100s")),
+        *((name, "xla", 8, 256) for name in ("v5e:2x4", "v5e:4x8")),
+    ],
 )
 def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gradient):
     """Eight heads for eight neighbours; beyond these a ring, whose hops go on while tiles are computed."""
     count = len(devices(*TOPOLOGIES[name]))
     length, heads = tokens * count, 8
     arguments = {"implementation": implementation, "strategy": "all_to_all", "heads": heads, "kv_heads": kv_heads}
+    arguments["exchange_size"] = heads
     text = compile_for(name, gradient, length=length, pattern=((length,), (1,)), **arguments).as_text()
     assert "all-gather" not in text
     exchanges = gathers(text, "all-to-all")
@@ -198,7 +202,7 @@ def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gr
     )
     sent = sum(bytes_sent(text).values())
     # The first hop of a gradient that a kernel returns in bfloat16 is made one of bfloat16, where no loop is around it.
-    is_narrowed = gradient and len(permutes) == 2
+    is_narrowed = gradient and implementation == "cudnn" and count > 8
     assert 0.96 * stated <= sent < stated if is_narrowed else sent == stated
 
 

@@ -38,10 +38,11 @@ def nodes(count, size):
     return [Device(size * node + i, node, node) for node in range(count) for i in range(size)]
 
 
-def hops(mesh, distance):
-    """The distances from each device of a ring to the next, for all rings."""
+def hops(mesh, distance, exchange_size=1):
+    """The distances from each device of a ring to the next, for all rings: between groups of devices that exchange."""
     rings = np.moveaxis(mesh.devices, mesh.axis_names.index("seq"), 0)
-    return np.array([distance(*pair) for pair in zip(rings.ravel(), np.roll(rings, -1, axis=0).ravel(), strict=True)])
+    nexts = np.roll(rings, -exchange_size, axis=0)
+    return np.array([distance(*pair) for pair in zip(rings.ravel(), nexts.ravel(), strict=True)])
 
 
 def along_the_grid(one, other):
@@ -84,6 +85,38 @@ def test_rings_walk_round_the_grid(shape, sizes, names):
     assert mesh.shape == {name: sizes[name] for name in names}
     assert set(mesh.devices.flat) == set(devices)
     assert (hops(mesh, along_the_grid) == 1).all()
+
+
+@pytest.mark.parametrize("names", [NAMES, ("seq", "tensor", "fsdp", "data")])
+@pytest.mark.parametrize(
+    ("shape", "sizes", "exchange_size"),
+    [
+        ((4, 8), (1, 1, 32, 1), 8),
+        ((4, 8), (1, 1, 32, 1), 16),
+        ((4, 8), (2, 1, 16, 1), 4),
+        ((4, 8), (1, 2, 8, 2), 4),
+        ((2, 4), (1, 1, 8, 1), 2),
+        ((16, 16), (1, 1, 256, 1), 16),
+        ((4, 4, 4), (1, 1, 64, 1), 8),
+    ],
+)
+def test_rings_between_groups_walk_round_the_grid(shape, sizes, exchange_size, names):
+    sizes = dict(zip(NAMES, sizes, strict=True))
+    devices = grid(*shape)
+    arguments = {"devices": devices, "exchange_size": exchange_size}
+    mesh = ringjax.make_mesh([sizes[name] for name in names], names, **arguments)
+    assert set(mesh.devices.flat) == set(devices)
+    assert (hops(mesh, along_the_grid, exchange_size) == 1).all()
+
+
+def test_groups_stay_inside_a_slice_and_a_node():
+    """Those of slices follow each other; nodes are as they are without an exchange."""
+    mesh = ringjax.make_mesh((32,), ("seq",), devices=grid(4, 4, slices=2), exchange_size=4)
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    np.testing.assert_array_equal(slices, [0] * 16 + [1] * 16)
+    assert sorted(hops(mesh, along_the_grid, 4))[:-8] == [1] * 24
+    order = lambda **more: ringjax.make_mesh((32,), ("seq",), devices=nodes(4, 8), **more).devices.tolist()
+    assert order(exchange_size=8) == order()
 
 
 def test_a_ring_leaves_a_slice_once():
@@ -131,3 +164,10 @@ def test_a_part_of_the_devices():
 def test_wrong_meshes(arguments, words, unchecked):
     with pytest.raises(ValueError, match=words):
         ringjax.make_mesh(*arguments)
+
+
+@pytest.mark.parametrize("size", [0, 3, 2.0])
+def test_groups_that_do_not_fill_a_ring(size, unchecked):
+    words = f"exchange_size={size} does not divide the 8 devices of the axis 'seq': give how many"
+    with pytest.raises(ValueError, match=words):
+        ringjax.make_mesh((8,), ("seq",), exchange_size=size)

@@ -175,6 +175,9 @@ def test_the_call_to_paste_says_what_was_compared():
     assert comparison.recommendation.startswith('Take "all_to_all": its bound is')
     assert 'and that of the default, "ring", is as long.' in comparison.recommendation
     assert "strategy='all_to_all', exchange_size=4, axis_name='context')" in comparison.example
+    layout = "Make the mesh with ringjax.make_mesh(..., exchange_size=4): else no hop between groups is hidden."
+    assert layout not in comparison.recommendation
+    assert layout in plan([Segments(2**23)], **long, exchange_size=4, device="v5e").recommendation
     beside = {"context": 8, "data": 2, "fsdp": 2, "tensor": 2}
     cut = plan([Segments(2**23)], **{**long, "mesh": beside}, batch_size=4)
     assert cut.example.endswith("axis_name='context', spec=jax.P(('data', 'fsdp'), 'context', 'tensor'))")

@@ -22,6 +22,7 @@ def make_mesh(
     *,
     axis_name: str = "seq",
     inner_axes: Sequence[str] = ("tensor",),
+    exchange_size: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Makes a mesh like :func:`jax.make_mesh`, whose rings along the sequence axis hop between near neighbours.
@@ -38,14 +39,17 @@ def make_mesh(
       axis_name: the mesh axis that the sequence is sharded along.
       inner_axes: axes, if there are such, whose devices are to be nearer still, as they communicate in every layer and
         wait for it.
+      exchange_size: how many devices exchange tokens for heads, where ``strategy="all_to_all"`` has a ring between such
+        groups, see :func:`ring_dilated_attention`. On a TPU that ring then hops between neighbours, and the devices of
+        a group lie further apart.
       devices: the devices; by default all. Of more than the mesh needs, the first are taken.
 
     Returns:
       The mesh, with the axes in the order of `axis_names`.
 
     Raises:
-      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, or if there are too few
-        devices.
+      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, if its size is no multiple
+        of `exchange_size`, or if there are too few devices.
 
     Example:
       >>> dict(make_mesh((1, 1), ("data", "seq")).shape)
@@ -60,28 +64,36 @@ def make_mesh(
     sizes, count = dict(zip(names, axis_shapes, strict=True)), math.prod(axis_shapes)
     if axis_name not in sizes:
         raise ValueError(f"axis_name={axis_name!r} is not among {axis_names=}: name the axis of the sequence")
+    if not (is_size(exchange_size) and sizes[axis_name] % exchange_size == 0):
+        raise ValueError(
+            f"{exchange_size=} does not divide the {sizes[axis_name]} devices of the axis {axis_name!r}: give how many "
+            "of these exchange tokens for heads"
+        )
     if count > len(devices):
         raise ValueError(
             f"axis_shapes={tuple(axis_shapes)} asks for {count} devices, but there are {len(devices)}: ask for fewer"
         )
     inner = [name for name in names if name in inner_axes and name != axis_name]
     outer = [name for name in names if name not in (axis_name, *inner)]
-    rings = _rings(devices[:count], sizes[axis_name], math.prod(sizes[name] for name in inner))
+    rings = _rings(devices[:count], sizes[axis_name], math.prod(sizes[name] for name in inner), exchange_size)
     order = [*outer, axis_name, *inner]
     array = rings.reshape([sizes[name] for name in order]).transpose([order.index(name) for name in names])
     return Mesh(array, names, axis_types=axis_types or (AxisType.Explicit,) * len(names))
 
 
-def _rings(devices: list[Any], ring: int, inner: int) -> np.ndarray:
+def _rings(devices: list[Any], ring: int, inner: int, exchange_size: int) -> np.ndarray:
     """Returns the devices [outer, ring, inner]."""
     slices = collections.defaultdict(list)
     for device in devices:
         slices[getattr(device, "slice_index", None) or 0].append(device)
     grids = [_grid(slices[index]) for index in sorted(slices)]
     if all(len(grid) == len(grids[0]) for grid in grids) and all(grids):
-        walks = [walk for grid in grids for walk in _walks(grid, math.gcd(ring, len(grid)))]
-        array = np.array(list(itertools.chain(*walks)), object).reshape(-1, inner, ring)
-        return array.swapaxes(1, 2)  # [outer, ring, inner]
+        size = math.gcd(ring, len(grids[0]))
+        # Each member of a group has a ring of its own through the groups. The groups follow each other in the mesh.
+        members = math.gcd(size, exchange_size)
+        walks = np.array([walk for grid in grids for walk in _walks(grid, size // members)], object)
+        walks = walks.reshape(-1, members, size // members).swapaxes(1, 2)  # [., groups, members]
+        return walks.reshape(-1, inner, ring).swapaxes(1, 2)  # [outer, ring, inner]
     key = lambda device: (getattr(device, "slice_index", None) or 0, device.process_index, device.id)
     return np.array(sorted(devices, key=key), object).reshape(-1, ring, inner)  # [outer, ring, inner]
 

@@ -93,7 +93,16 @@ class Comparison:
             return f'Nothing has to travel: all strategies do the same, take the default, "ring".{self._what_fits()}'
         name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
         bound = f"its bound is {_time(self.best.seconds)}"
-        return f"Take {name}: {bound}, and {self._beside_others()}.{self._what_fits()}"
+        return f"Take {name}: {bound}, and {self._beside_others()}.{self._which_mesh()}{self._what_fits()}"
+
+    def _which_mesh(self) -> str:
+        """How to lay out a mesh for rings between groups, in a sentence; nothing where any mesh serves."""
+        size = max(schedule.exchange_size for schedule in self.best.implemented)
+        if not self.machine.is_grid or size in (1, self.call.num_devices):
+            return ""
+        return (
+            f" Make the mesh with ringjax.make_mesh(..., exchange_size={size}): else no hop between groups is hidden."
+        )
 
     def _beside_others(self) -> str:
         """The bound of the default over that of the best strategy, or of the next where the default is the best."""
