@@ -121,7 +121,14 @@ class Ways(NamedTuple):
             axis_index_groups=self.exchange.groups(self.schedule.gather_groups),
             tiled=True,
         )
-        return jax.tree.map(collect, tiles)
+        if self.slots_axis:
+            return jax.tree.map(collect, tiles)
+        # As rows, whose order no compiler changes: XLA:CPU else lays out tiles behind a gather, where there are more.
+        return jax.tree.map(lambda array: collect(_rows(array)).reshape(-1, *array.shape[1:]), tiles)
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])
 
 
 def _swap_parts(array: Array, axis: int, outer: int, inner: int) -> Array:
