@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import re
 import time
 
 import jax
@@ -299,6 +300,12 @@ def test_no_array_of_logits_exceeds_a_block():
     arguments = {"segment_lengths": (length,), "dilation_rates": (1,)}
     memory = compile_attention(make_mesh(seq=1), length, gradient=True, **arguments).memory_analysis()
     assert memory.temp_size_in_bytes < HEADS * length * length * FLOAT
+
+
+def test_segments_that_do_not_divide_the_tokens_are_not_gathered():
+    """Their rows are the tokens, with empty slots behind them."""
+    text = compile_attention(make_mesh(seq=1), 37, gradient=True, pattern=[Segments(10)]).as_text()
+    assert not re.findall(r" (gather|scatter)\(", text)
 
 
 def test_masked_blocks_are_skipped():

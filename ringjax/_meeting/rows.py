@@ -112,7 +112,9 @@ class Rows(NamedTuple):
         if side.chunks == "residues":
             return rearrange(tokens, "B (m r) ... -> B (r m) ...", r=side.step)
         if side.is_strided:
-            return self._take_one(self._split(tokens))
+            rows = self._take_one(self._split(tokens))
+            missing = side.num_chunks * side.chunk_rows - rows.shape[1]  # of a last chunk that is shorter
+            return jnp.pad(rows, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else rows
         shard = self.shard.astype(jnp.uint32)
         chunk, slot = naturals(side.num_chunks)[:, None, None], naturals(side.chunk_rows)[:, None]
         token, is_row = side.slot_token(shard, chunk, slot, self.offset)
@@ -140,6 +142,7 @@ class Rows(NamedTuple):
         if side.chunks == "residues":
             return combine(tokens, rearrange(rows, "B (r m) ... -> B (m r) ...", r=side.step))
         if side.is_strided:
+            rows = jax.lax.slice_in_dim(rows, 0, side.span // side.step, axis=1)
             return self._put_one(self._split(tokens), rows, combine).reshape(tokens.shape)
         shard = self.shard.astype(jnp.uint32)
         token = side.first(shard) + naturals(side.span)[:, None]  # [n, 1]

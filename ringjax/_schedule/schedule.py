@@ -118,9 +118,9 @@ class BranchSchedule:
     @property
     def can_exchange_rows(self) -> bool:
         """Whether the rows of a shard are those of its devices, one after the other."""
-        side = self.of_devices().queries
-        is_cut_evenly = side.chunk_rows * self.branch.offset_rate == side.shard_length
-        return is_cut_evenly and side.is_strided and self.queries.is_strided and self.is_closed and not self.is_general
+        side, own = self.of_devices().queries, self.queries
+        is_cut_evenly = side.chunk_rows * self.branch.offset_rate == side.shard_length and own.is_cut_evenly
+        return is_cut_evenly and side.is_strided and own.is_strided and self.is_closed and not self.is_general
 
     def of_group(self) -> "BranchSchedule":
         """Returns the schedule in which each group of each shard is a shard of its own."""

@@ -126,13 +126,16 @@ class Side:
     @property
     def is_strided(self) -> bool:
         """Whether every head keeps one token, its offset, of each `step` tokens of a chunk, and no other."""
-        if self.chunks == "residues":
+        if self.chunks == "residues" or self.step == 1:
             return True
-        is_cut_evenly = self.num_chunks * self.chunk_length == self.span
-        if self.step == 1 or not is_cut_evenly:
-            return is_cut_evenly
-        is_aligned = self.chunk_length % self.step == 0 and (self.first_token + self.begin) % self.step == 0
-        return not self.is_moving and is_aligned and (self.chunks == "segments" or self.is_in_one_segment)
+        is_aligned = not (self.span % self.step or self.chunk_length % self.step)
+        is_aligned &= not self.is_moving and (self.first_token + self.begin) % self.step == 0
+        return is_aligned and (self.chunks == "segments" or self.is_in_one_segment)
+
+    @property
+    def is_cut_evenly(self) -> bool:
+        """Whether the last chunk of a shard is as long as the others."""
+        return self.chunks == "residues" or self.num_chunks * self.chunk_length == self.span
 
     @property
     def is_in_one_segment(self) -> bool:
@@ -148,7 +151,7 @@ class Side:
         has_all = (
             self.num_shards * self.shard_length == self.length and self.num_chunks * self.chunk_rows == self.num_slots
         )
-        return has_all and self.is_strided
+        return has_all and self.is_strided and self.is_cut_evenly
 
     # Tiles.
 
