@@ -106,6 +106,8 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
                 np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), kept)
                 chunk, slot = side.token_slot(shard, kept, offset)
                 np.testing.assert_array_equal(tokens[chunk, slot], kept)
+                if side.is_strided and side.chunks != "residues":  # one of each step, in order
+                    np.testing.assert_array_equal(kept, own[0] + offset + (chunk * side.chunk_rows + slot) * side.step)
         # No slot is there for nothing, but where the padding of the length takes rows away.
         assert fullest == side.chunk_rows or length % side.chunk_length or length < num_shards * side.shard_length
 

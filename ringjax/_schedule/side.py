@@ -128,9 +128,10 @@ class Side:
         """Whether every head keeps one token, its offset, of each `step` tokens of a chunk, and no other."""
         if self.chunks == "residues" or self.step == 1:
             return True
-        is_aligned = not (self.span % self.step or self.chunk_length % self.step)
-        is_aligned &= not self.is_moving and (self.first_token + self.begin) % self.step == 0
-        return is_aligned and (self.chunks == "segments" or self.is_in_one_segment)
+        lengths = self.shard_length, self.span, self.chunk_length, self.begin, self.first_token
+        is_aligned = not self.is_moving and all(length % self.step == 0 for length in lengths)
+        # Segments begin where a step does, or there is no more than one.
+        return is_aligned and (self.is_in_one_segment or (self.branch.period or 0) % self.step == 0)
 
     @property
     def is_cut_evenly(self) -> bool:
