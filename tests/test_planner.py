@@ -530,9 +530,12 @@ def test_what_a_device_holds():
     # All rows are the arguments themselves, of which the backward copies some.
     assert held("H100", head_dim=128) == numbers * 2 * (4 + 3) + round(0.3 * (numbers * 2 * (3 + 2) + stats))
     assert held("H100", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1)
-    # TPUs lay out anew what kernels read, where heads are padded to 128: of eight groups of segments, some at a time.
-    laid_out = numbers * 2 * 3 * 2.3 / 8
-    assert abs(held("v5p", head_dim=128) - numbers * 2 * (4 + 3) - laid_out) <= 1
+    # TPUs lay out anew what kernels read, where heads are padded to 128: of eight groups of segments, some at a time,
+    # which is less than the sums of all queries.
+    laid_out = numbers * 4
+    assert held("v5p", head_dim=128) == numbers * 2 * (4 + 3) + laid_out
+    whole = of("v5p", Segments(2**16), head_dim=128)
+    assert abs(whole - numbers * 2 * (4 + 3) - numbers * 2 * 3 * 2.3) <= 1
     # Of a branch that adds to its own rows alone their sums as well, some of the other one, and all sums in float32.
     both = of("v5p", Segments(1024), Segments(2048, 2), head_dim=128)
     strided = numbers * 2 * 3 * (2 + 0.3 / 8)
@@ -597,7 +600,10 @@ def test_what_is_exchanged():
     beside = held(Segments(2**19)) - tokens * (4 + 3)
     assert held(Segments(2**19), Segments(2**18)) - held(Segments(2**19)) == pytest.approx(0.05 * beside, abs=1)
     assert held(Segments(2**19, 4), device="v5e") == tokens * (4 + 3) + 3 * tokens
-    assert held(Segments(1000, 4), device="v5e") == tokens * (4 + 3) + round(3 * tokens * (1 + 1.3 / 4))
+    in_bands = 3 * tokens * (1 + 1.3 / 4) * 1.2
+    assert held(Segments(1000, 4), device="v5e") == tokens * (4 + 3) + round(in_bands)
+    size["num_tokens"], tokens = 2**17, tokens // 4
+    assert held(Segments(1000, 4), device="v5e") == tokens * (4 + 3) + round(in_bands / 1.2 / 4)
 
 
 def test_the_same_call_is_served_the_same_way():

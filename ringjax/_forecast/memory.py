@@ -1,7 +1,7 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
-they chose in some 200 random programs for H100s and 80 for a v5e; `benchmarks.plan_memory` measures how near.
+they chose in some 200 random programs for H100s and 150 for a v5e; `benchmarks.plan_memory` measures how near.
 """
 
 import dataclasses
@@ -22,6 +22,9 @@ _GIVEN_TO_LOOPS = 0.4
 _SUMS_OF_GROUPS = 2
 # How often what was exchanged for a local branch is there: tokens, those of which XLA's tiles make copies, and rows.
 _EXCHANGED, _EXCHANGED_FOR_TILES, _EXCHANGED_ROWS = 0.9, 1.2, 0.6
+# From so many tokens on, lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other:
+# how much more is laid out then.
+_TOKENS_IN_BANDS, _IN_BANDS = 2**18, 1.2
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -216,10 +219,19 @@ class _Kept(NamedTuple):
                 # The gradient is of the tokens that these are taken from, which in the small memory are there as well.
                 tokens = 1 if self.has_gradient else 0
                 laid_out = laid_out + tokens if self.is_small else max(laid_out, tokens)
-            return laid_out * self._tokens()
+            elif schedule.exchange_size > 1 and schedule.queries.shard_length >= _TOKENS_IN_BANDS:
+                laid_out *= _IN_BANDS
+            return max(laid_out * self._tokens(), self._own_sums())
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
         return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if is_whole else rows
+
+    def _own_sums(self) -> int:
+        """The sums of queries that are not exchanged, of all tokens, though groups of segments come one by one."""
+        work, schedule = self.work, self.schedule
+        if schedule.exchange_size > 1 or self.is_small or not self.has_gradient:
+            return 0
+        return work.batch * schedule.queries.shard_length * work.num_heads * work.width * work.sum_itemsize
 
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
