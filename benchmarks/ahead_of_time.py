@@ -97,8 +97,10 @@ def compile_for(
     """
     kind, topology = TOPOLOGIES[name]
     ring = devices(kind, topology)[:count]
-    mesh = make_mesh((len(ring),), ("seq",), devices=ring, exchange_size=exchange_size)
-    mesh = Mesh(np.array(ring), ("seq",)) if in_natural_order else mesh
+    if in_natural_order:
+        mesh = Mesh(np.array(ring), ("seq",))
+    else:
+        mesh = make_mesh((len(ring),), ("seq",), devices=ring, exchange_size=exchange_size)
     sharding = NamedSharding(mesh, P(None, "seq"))
     query, key = (
         jax.ShapeDtypeStruct((1, length, count, WIDTH), jnp.bfloat16, sharding=sharding)

@@ -228,15 +228,15 @@ def main() -> None:
     sent = run_module("benchmarks.plan_accuracy", "compared")
     clear = clear_pairs(times)
     of_one = list(filter(_of_one_configuration, clear))
-    count = lambda pairs: (len(pairs), sum(map(_is_misjudged, pairs)))
+    judge = lambda pairs: (len(pairs), sum(map(_is_misjudged, pairs)))
     shares = {
         "random programs that send what is stated": (len(sent), sum(not row["agree"] for row in sent)),
-        "pairs of programs in the predicted order of time": count(clear),
-        "pairs of strategies of one configuration in the predicted order": count(of_one),
+        "pairs of programs in the predicted order of time": judge(clear),
+        "pairs of strategies of one configuration in the predicted order": judge(of_one),
     }
     rows: list[dict[str, Any]] = [
-        {"claim": f"share of {claim}", "value": 1 - wrong / all_of_them, "of": all_of_them}
-        for claim, (all_of_them, wrong) in shares.items()
+        {"claim": f"share of {claim}", "value": 1 - wrong / count, "of": count}
+        for claim, (count, wrong) in shares.items()
     ]
     rows += [{"claim": "stated over compiled bytes", **case} for case in map(_disagreement, sent) if case]
     rows += [

@@ -179,7 +179,7 @@ def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gr
     count = len(devices(*TOPOLOGIES[name]))
     length, heads = tokens * count, 8
     arguments = {"implementation": implementation, "strategy": "all_to_all", "heads": heads, "kv_heads": kv_heads}
-    arguments["exchange_size"] = heads
+    arguments |= {"exchange_size": heads}
     text = compile_for(name, gradient, length=length, pattern=((length,), (1,)), **arguments).as_text()
     assert "all-gather" not in text
     exchanges = gathers(text, "all-to-all")

@@ -178,6 +178,10 @@ def test_the_call_to_paste_says_what_was_compared():
     layout = "Make the mesh with ringjax.make_mesh(..., exchange_size=4): else no hop between groups is hidden."
     assert layout not in comparison.recommendation
     assert layout in plan([Segments(2**23)], **long, exchange_size=4, device="v5e").recommendation
+    # Where segments lie inside of the groups that exchange, no ring goes between these.
+    for length, size, of_rings in ((2**23, 4, 4), (2**21, 2, 1)):
+        forecasts = plan([Segments(length)], **long, exchange_size=size).forecasts
+        assert {one.strategy: one.ring_exchange_size for one in forecasts}["all_to_all"] == of_rings
     beside = {"context": 8, "data": 2, "fsdp": 2, "tensor": 2}
     cut = plan([Segments(2**23)], **{**long, "mesh": beside}, batch_size=4)
     assert cut.example.endswith("axis_name='context', spec=jax.P(('data', 'fsdp'), 'context', 'tensor'))")

@@ -73,6 +73,11 @@ class Forecast:
         """The bound of both directions."""
         return self.forward.total + self.backward.total
 
+    @property
+    def ring_exchange_size(self) -> int:
+        """How many devices exchange tokens for heads, where a ring goes between such groups; 1 where none does."""
+        return max((one.exchange_size for one in self.implemented if not one.is_local), default=1)
+
     def num_bytes(self, direction: Direction) -> int:
         """Returns the bytes that a device sends in one direction."""
         return sum(message.num_bytes * message.times for message in self.messages if message.direction == direction)

@@ -97,8 +97,8 @@ class Comparison:
 
     def _which_mesh(self) -> str:
         """How to lay out a mesh for rings between groups, in a sentence; nothing where any mesh serves."""
-        size = max(schedule.exchange_size for schedule in self.best.implemented)
-        if not self.machine.is_grid or size in (1, self.call.num_devices):
+        size = self.best.ring_exchange_size
+        if not self.machine.is_grid or size == 1:
             return ""
         return (
             f" Make the mesh with ringjax.make_mesh(..., exchange_size={size}): else no hop between groups is hidden."

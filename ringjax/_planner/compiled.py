@@ -69,7 +69,7 @@ def find_devices(comparison: Comparison, target: str | None = None) -> list[Any]
 def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) -> Compiled:
     """Returns what a compiler makes of a strategy, for the devices of its comparison."""
     call, work = comparison.call, comparison.call.work
-    size = max(schedule.exchange_size for schedule in one.implemented)
+    size = one.ring_exchange_size
     mesh = make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices, exchange_size=size)
     sharding = NamedSharding(mesh, P(None, "seq"))
     length = -(-call.num_queries // len(devices)) * len(devices)
