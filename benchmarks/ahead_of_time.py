@@ -89,6 +89,7 @@ def compile_for(
     exchange_size: int = 1,
     has_documents: bool = False,
     has_cotangent: bool = False,
+    width: int = WIDTH,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology.
 
@@ -103,7 +104,7 @@ def compile_for(
         mesh = make_mesh((len(ring),), ("seq",), devices=ring, exchange_size=exchange_size)
     sharding = NamedSharding(mesh, P(None, "seq"))
     query, key = (
-        jax.ShapeDtypeStruct((1, length, count, WIDTH), jnp.bfloat16, sharding=sharding)
+        jax.ShapeDtypeStruct((1, length, count, width), jnp.bfloat16, sharding=sharding)
         for count in (heads, kv_heads or heads)
     )
     branches = pattern if isinstance(pattern[0], Branch) else DilatedPattern.of_lengths(*pattern)

@@ -59,13 +59,13 @@ def staged(call: KernelCall, leaves: list[KernelOperand], stays: bool) -> list[i
 def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
     """Returns the operands that come by: the first one, with the rows of numbers, and the second."""
     numbers = staged(call, leaves, stays=False)
-    first, second = (number for number in numbers if not leaves[number].is_row)
-    return [first, *(number for number in numbers if leaves[number].is_row)], [second]
+    first, second = (number for number in numbers if not leaves[number].rows_last)
+    return [first, *(number for number in numbers if leaves[number].rows_last)], [second]
 
 
 def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
     """Returns the shape of a tile of an operand."""
-    return (TILE_ROWS,) if leaf.is_row else (TILE_ROWS, leaf.array.shape[-1])
+    return (TILE_ROWS,) if leaf.rows_last else (TILE_ROWS, leaf.array.shape[-1])
 
 
 def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> list[Any]:
@@ -77,7 +77,7 @@ def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) ->
             dtype = leaf.array.dtype
             # As the matrix unit wants its operands: a line of 128 bytes of each of eight rows.
             lines = plgpu.TilingTransform((8, _LINE_BYTES // dtype.itemsize)), plgpu.SwizzleTransform(_LINE_BYTES)
-            transforms = () if leaf.is_row or call.interpret else lines
+            transforms = () if leaf.rows_last or call.interpret else lines
             rooms.append((number, plgpu.SMEM((stages, *_room_shape(leaf)), dtype, transforms=transforms)))
     return [room for _, room in sorted(rooms, key=lambda pair: pair[0])]
 

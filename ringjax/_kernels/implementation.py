@@ -6,7 +6,7 @@ from typing import Literal
 from ringjax._definition.warning import warn
 from ringjax._kernels import cudnn
 from ringjax._kernels.fused import Fused
-from ringjax._kernels.mosaic import MosaicGpu, MosaicTpu
+from ringjax._kernels.mosaic import MosaicGpu, MosaicTpu, NarrowMosaicTpu
 from ringjax._kernels.xla import Xla
 from ringjax._meeting.protocol import Implementation, Request
 from ringjax._schedule.schedule import BranchSchedule, Schedules
@@ -16,18 +16,19 @@ ImplementationName = Literal["xla", "cudnn", "mosaic"]
 # Each says itself what it cannot serve.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Fused(cudnn),
+    "mosaic_tpu_narrow": NarrowMosaicTpu(),
     "mosaic_tpu": MosaicTpu(),
     "mosaic_gpu": MosaicGpu(),
     "xla": Xla(),
 }
 # Those of each name that callers may give, and the name of each.
-NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
+NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu_narrow", "mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
 NAME_OF = {own: name for name, several in NAMES.items() for own in several}
 
 
 def preference(request: Request) -> tuple[str, ...]:
     """Returns what is taken where no name is given, by preference: the last one serves everything."""
-    own = "mosaic_tpu", "mosaic_gpu"
+    own = NAMES["mosaic"]
     # For each document cuDNN starts threads for all rows, and its memory grows by these: so ours come first there.
     return (*own, "cudnn", "xla") if "document_ids" in request.needs else ("cudnn", *own, "xla")
 

@@ -28,8 +28,9 @@ class KernelImplementation(Implementation):
     """An implementation whose kernels divide, scale and take logarithms themselves: nothing is left to finish."""
 
     def start(self, query: Float[Array, "*rows H"], keys: Keys) -> KernelPartial:
-        row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))
-        return KernelPartial(jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])), row - jnp.inf)
+        row, shape = jnp.zeros_like(self.numbers(query), accumulation_dtype(query, *keys)), list(query.shape)
+        shape[self.width_axis] = keys.value.shape[self.width_axis]
+        return KernelPartial(jnp.zeros_like(row, shape=tuple(shape)), row - jnp.inf)
 
     def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
         return partial.out, partial.lse

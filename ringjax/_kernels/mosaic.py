@@ -1,8 +1,9 @@
 """The implementation "mosaic": kernels in Pallas that know every mask, over lists of the tiles that meet.
 
-Laid out as these kernels have them: queries [B, N, T, H] and keys [B, K, S, H] for TPUs, [B, T, N, H] and [B, S, K, H]
-for GPUs, T and S the slots of a shard, chunk after chunk. Masks are of tiles of so many rows as a kernel takes, which
-do not end where chunks do: what chunks keep apart is said by the masks.
+Laid out as these kernels have them: queries [B, N, T, H] and keys [B, K, S, H] for TPUs, [B, N, H, T] and [B, K, H, S]
+where heads are narrow there, [B, T, N, H] and [B, S, K, H] for GPUs, T and S the slots of a shard, chunk after chunk.
+Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is said
+by the masks.
 """
 
 import abc
@@ -169,7 +170,8 @@ class Mosaic(KernelImplementation):
         self, meeting: Meeting, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting
     ) -> Given:
         dtype = query.dtype if meeting.is_final else jnp.float32
-        return Given(query, key, value, mask, weighting, self.slots_axis, self.interpret, dtype)
+        rows_axis = self.slots_axis % query.ndim
+        return Given(query, key, value, mask, weighting, rows_axis, self.interpret, dtype)
 
     def _unfold(self, slots: Slots) -> Slots:
         """Returns slots with their documents in the tiles of the side."""
@@ -186,12 +188,12 @@ class Mosaic(KernelImplementation):
         """Adds rows of zeros, as many as masks of tiles have, and to heads the width that kernels want."""
         ends = _ends(array, self.slots_axis, of_mask.shape[0] * of_mask.shape[-1])
         if array.ndim == 4:
-            ends[-1] = 0, -array.shape[-1] % self.width_multiple
+            ends[self.width_axis] = 0, -array.shape[self.width_axis] % self.width_multiple
         return jnp.pad(array, ends)
 
     def _cut(self, array: Array, length: int, like: Array | None = None) -> Array:
-        rows = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis)
-        return rows if like is None else rows[..., : like.shape[-1]]
+        rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis), self.width_axis
+        return rows if like is None else jax.lax.slice_in_dim(rows, 0, like.shape[axis], axis=axis)
 
     # Kernels have the numbers of rows by heads, [B, N, T].
 
@@ -238,6 +240,22 @@ class MosaicTpu(Mosaic):
             rows = min(request.block_size, _of_kind(MAX_TILE_ROWS_BY_KIND, request, MAX_TILE_ROWS))
             return rows, rows
         return _of_kind(ROWS_BY_KIND, request, (512, 512))
+
+
+class NarrowMosaicTpu(MosaicTpu):
+    """The same for heads that fill no whole registers: their rows are last, which do.
+
+    A TPU pads the last dimension of an array to 128: it would have heads of 64 twice, in memory and on their way.
+    """
+
+    order, slots_axis, width_axis = "B N D m", -1, -2
+
+    def obstacle_of_hardware(self, request: Request) -> str | None:
+        """Returns why the devices cannot run the kernels on such arrays, or had better not; None where they can."""
+        widths = request.query.shape[-1], request.value.shape[-1]
+        if all(width % LANES == 0 for width in widths):
+            return f"heads of {widths[0]} and {widths[1]} fill registers of {LANES}"
+        return super().obstacle_of_hardware(request)
 
 
 def _of_kind(table: dict[str, Any], request: Request, usual: Any) -> Any:

@@ -17,6 +17,7 @@ from ringjax._meeting.mask import Mask, Visits
 from ringjax._meeting.softmax import Weighting
 
 QUERIES, KEYS = 0, 1  # the sides
+_LAST = 3  # the axis of rows behind their width
 LOG2E = 1 / math.log(2)  # kernels take powers of two
 # What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
 LEAST = -0.7 * float(np.finfo(np.float32).max)
@@ -32,26 +33,31 @@ class Stats(NamedTuple):
 class Given(NamedTuple):
     """What meets: rows of queries and of keys, laid out in tiles, and their mask; the last two for gradients alone.
 
-    Rows follow each other along the `rows_axis`: heads are before them, [B, N, T, H], or behind, [B, T, N, H].
-    `interpret` says how Pallas interprets kernels, if it does. Results are of the `result_dtype`, but for the lse.
+    Rows follow each other along the `rows_axis`: heads are before them, [B, N, T, H], or behind, [B, T, N, H], or rows
+    are last, [B, N, H, T]. `interpret` says how Pallas interprets kernels, if it does. Results are of the
+    `result_dtype`, but for the lse.
     """
 
-    query: Float[Array, "B _ _ H"]
-    key: Float[Array, "B _ _ H"]
-    value: Float[Array, "B _ _ V"]
+    query: Float[Array, "B _ _ _"]
+    key: Float[Array, "B _ _ _"]
+    value: Float[Array, "B _ _ _"]
     mask: Mask
     weighting: Weighting
     rows_axis: int
     interpret: Any = False
     result_dtype: Any = jnp.float32
-    out_grad: Float[Array, "B _ _ V"] | None = None
+    out_grad: Float[Array, "B _ _ _"] | None = None
     stats: Stats | None = None
+
+    def width(self, array: Array) -> int:
+        """Returns the width of the rows of an array."""
+        return array.shape[_width_axis(self.rows_axis)]
 
 
 class Sizes(NamedTuple):
     """The sizes of a call: `rows` are those of the tiles of each side, `parts` the tiles of a side in one step.
 
-    There are so many `lists` of tiles that meet.
+    There are so many `lists` of tiles that meet. Where `rows_last`, the rows of arrays are behind their width.
     """
 
     batch: int
@@ -61,6 +67,7 @@ class Sizes(NamedTuple):
     parts: tuple[int, int]
     lists: int
     stays: int
+    rows_last: bool = False
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -84,24 +91,24 @@ class Place(NamedTuple):
 class KernelOperand(NamedTuple):
     """An array that kernels read or write tile by tile.
 
-    It is [heads, rows, width], [B, rows, heads, width], or [any, 1, rows] of numbers. `number(place)` says which one of
-    all heads a place is in, or of the first dimension.
+    It is [heads, rows, width], [B, rows, heads, width], or [any, width, rows] with `rows_last`: so are numbers, whose
+    width is one. `number(place)` says which one of all heads a place is in, or of the first dimension.
     """
 
     array: Any
     side: int
-    is_row: bool
+    rows_last: bool
     number: Callable[[Place], Any]
 
     @property
     def axis(self) -> int:
         """The axis of rows."""
-        return 2 if self.is_row else 1
+        return 2 if self.rows_last else 1
 
     def at(self, place: Place, rows: Any) -> tuple[Any, ...]:
         """Returns the index of some rows of a place."""
         number = self.number(place)
-        if self.is_row:
+        if self.rows_last:
             return number, 0, rows
         if len(self.array.shape) == 3:
             return number, rows
@@ -144,11 +151,11 @@ class KernelCall(NamedTuple):
     def sizes(self) -> Sizes:
         """The sizes."""
         rows = self.mask.queries.last.shape[-1], self.mask.keys.position.shape[-1]
-        batch, heads_axis = self.queries[0].shape[0], 3 - self.rows_axis
+        batch, heads_axis = self.queries[0].shape[0], _heads_axis(self.rows_axis)
         heads, kv_heads = (arrays[0].shape[heads_axis] for arrays in (self.queries, self.keys))
         parts = (1, self.parts) if self.stays == QUERIES else (self.parts, 1)
         lists = self.mask.visits.meets.shape[0]
-        return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays)
+        return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays, self.rows_axis == _LAST)
 
     @property
     def num_tiles(self) -> tuple[int, int]:
@@ -177,27 +184,30 @@ class KernelCall(NamedTuple):
 
     def cost(self, arrays: list[Any]) -> dict[str, int]:
         """Returns what compilers, who see none of it, take the kernel for, as `pl.CostEstimate` has it: all pairs."""
-        pairs = math.prod(self.queries[0].shape[:3]) * self.keys[0].shape[self.rows_axis]
+        heads, _ = self.sizes.heads
+        pairs = heads * math.prod(of_side[0].shape[self.rows_axis] for of_side in (self.queries, self.keys))
         num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
         return {"flops": pairs * self.operations, "transcendentals": pairs, "bytes_accessed": num_bytes}
 
     def _of_heads(self, array: Any, side: int) -> KernelOperand:
         """An array of rows with a width, or of numbers [B, heads, rows]; or its shape."""
-        is_row, shape = len(array.shape) == 3, array.shape
-        if is_row or self.rows_axis == 2:
-            shape = (math.prod(shape[:2]), *([1] if is_row else []), *shape[2:])
+        is_of_numbers, shape = len(array.shape) == 3, array.shape
+        if is_of_numbers or self.rows_axis > 1:
+            shape = (math.prod(shape[:2]), *([1] if is_of_numbers else []), *shape[2:])
         flat = array.reshape(shape) if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(shape, array.dtype)
-        return KernelOperand(flat, side, is_row, lambda place: place.heads[side])
+        return KernelOperand(flat, side, is_of_numbers or self.rows_axis == _LAST, lambda place: place.heads[side])
 
 
 def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
     """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
-    query, width = given.query, given.value.shape[-1]
-    batch, heads, rows = (query.shape[axis] for axis in (0, 3 - given.rows_axis, given.rows_axis))
-    out = jax.ShapeDtypeStruct((*query.shape[:3], width), given.result_dtype)
+    query, width = given.query, given.width(given.value)
+    batch, heads, rows = (query.shape[axis] for axis in (0, _heads_axis(given.rows_axis), given.rows_axis))
+    shape = list(query.shape)
+    shape[_width_axis(given.rows_axis)] = width
+    out = jax.ShapeDtypeStruct(tuple(shape), given.result_dtype)
     results = before or (out, jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
     arrays = (query,), (given.key, given.value), ()
-    operations = 2 * (query.shape[-1] + width)
+    operations = 2 * (given.width(query) + width)
     return KernelCall(
         "forward", kernel, given.mask, QUERIES, *arrays, results, operations, given.rows_axis, interpret=given.interpret
     )
@@ -212,9 +222,17 @@ def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ..
     of_stays = (query,) if stays == QUERIES else keys
     results = before or tuple(jax.ShapeDtypeStruct(array.shape, given.result_dtype) for array in of_stays)
     arrays = (query, given.out_grad), keys, given.stats, results
-    operations = 2 * (query.shape[-1] + given.value.shape[-1] + sum(array.shape[-1] for array in of_stays))
+    operations = 2 * sum(map(given.width, (query, given.value, *of_stays)))
     name = "query_gradient" if stays == QUERIES else "key_gradient"
     return KernelCall(name, kernel, given.mask, stays, *arrays, operations, given.rows_axis, interpret=given.interpret)
+
+
+def _heads_axis(rows_axis: int) -> int:
+    return 2 if rows_axis == 1 else 1
+
+
+def _width_axis(rows_axis: int) -> int:
+    return 2 if rows_axis == _LAST else 3
 
 
 def flatten(given: Any) -> tuple[list[KernelOperand], Any]:

@@ -66,6 +66,32 @@ def _rows(refs: Any, at: Any) -> Any:
     return jax.tree.map(lambda ref: ref[0, :, at], refs)
 
 
+# Arrays have rows of a head, [R, H]; where the `rows_last`, [H, R]. Of the tile that stays these are turned, once; what
+# comes by is multiplied as it is, along one axis or the other.
+
+
+def _staying(refs: tuple[Any, ...], turned: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
+    """Returns references to the tile that stays, [R, H]: to where they are `turned`, if they are."""
+    if not turned:
+        return tuple(ref.at[0] for ref in refs)
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        for ref, room in zip(refs, turned, strict=True):
+            room[...] = ref[0].T
+
+    return turned
+
+
+def _passing(ref: Any, at: Any, sizes: Sizes) -> Array:
+    return ref[0, :, at] if sizes.rows_last else ref[0, at, :]
+
+
+def _turn(array: Array, sizes: Sizes) -> Array:
+    """Makes rows [R, H] of rows as arrays have them, and the other way round."""
+    return array.T if sizes.rows_last else array
+
+
 def _for_parts(
     step: Step,
     parts: int,
@@ -100,15 +126,21 @@ def _for_parts(
         pl.when((step.case == CUT) | (step.case == SOME))(in_a_loop)
 
 
-def _multiply(one: Array, other: Array, contracting: tuple[int, int], weighting: Weighting) -> Array:
-    dimensions = ((contracting[0],), (contracting[1],)), ((), ())
-    return jax.lax.dot_general(
-        one, other, dimensions, precision=weighting.precision, preferred_element_type=jnp.float32
-    )
+def _multiply(one: Array, other: Array, axis: int, weighting: Weighting) -> Array:
+    dimensions = ((1,), (axis,)), ((), ())
+    # Products of two bfloat16 are exact in float32: the compiler knows no higher precision of these.
+    precision = weighting.precision if one.dtype == jnp.float32 else None
+    return jax.lax.dot_general(one, other, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _scores(one: Array, other: Array, weighting: Weighting) -> Array:
-    return weighting.scores(_multiply(one, other, (1, 1), weighting))
+def _products(one: Array, other: Array, sizes: Sizes, weighting: Weighting) -> Array:
+    """Multiplies rows that stay with rows that pass: [R of one, R of other]."""
+    return _multiply(one, other, 0 if sizes.rows_last else 1, weighting)
+
+
+def _sums(weights: Array, other: Array, sizes: Sizes, weighting: Weighting) -> Array:
+    """Adds up rows that pass, with weights [R of one, R of other]: [R of one, H]."""
+    return _multiply(weights.astype(other.dtype), other, 1 if sizes.rows_last else 0, weighting)
 
 
 def _drop(array: Array, masks: Any, weighting: Weighting) -> Array:
@@ -118,29 +150,33 @@ def _drop(array: Array, masks: Any, weighting: Weighting) -> Array:
     return jnp.where(is_kept, array * weighting.kept_scale, 0)
 
 
-def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N _ _"], Float[Array, "B N T"]]:
     """Returns the output and the lse of each query: zeros and -inf for one that attends to nothing.
 
     Given those of other keys `before`, returns those of all.
     """
     kernel = functools.partial(_forward_kernel, weighting=given.weighting)
-    out, lse = _run(forward_call(kernel, given, before), (LANES, LANES, given.value.shape[-1]))
+    out, lse = _run(forward_call(kernel, given, before), given, (LANES, LANES, given.width(given.value)))
     return out, lse
 
 
-def _run(call: KernelCall, widths: tuple[int, ...]) -> list[Array]:
-    """Runs a kernel that keeps so wide sums of the rows of a tile that stays."""
-    rows = call.sizes.rows[call.stays]
-    scratch = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
+def _run(call: KernelCall, given: Given, widths: tuple[int, ...]) -> list[Array]:
+    """Runs a kernel that keeps so wide sums of the rows of a tile that stays, and these where they are turned."""
+    rows, stay = call.sizes.rows[call.stays], call.queries if call.stays == QUERIES else call.keys
+    sums = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
+    turned = tuple(pltpu.VMEM((rows, given.width(array)), array.dtype) for array in stay)
+    scratch = sums, turned if call.sizes.rows_last else ()
     passes = call.mask.keys.position if call.stays == QUERIES else call.mask.queries.last
     return launch(call._replace(scratch=scratch, parts=_parts(passes)))
 
 
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
     (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
-    maximum_ref, denominator_ref, numerator_ref = scratch
-    rows, width, unit = sizes.rows[KEYS], value_ref.shape[-1], weighting.unit * LOG2E
-    pl.when(step.is_first)(lambda: _start_softmax(scratch, before))
+    softmax, turned = scratch
+    maximum_ref, denominator_ref, numerator_ref = softmax
+    rows, width, unit = sizes.rows[KEYS], numerator_ref.shape[1], weighting.unit * LOG2E
+    pl.when(step.is_first)(lambda: _start_softmax(softmax, before, sizes))
+    (query_ref,) = _staying((query_ref,), turned, step)
 
     def prepare(is_cut: bool) -> Any:
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
@@ -153,7 +189,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
             attend_to(columns, pl.ds(part * rows + start, size), is_cut)
 
     def attend_to(columns: Any, at: Any, is_cut: bool) -> None:
-        scores = _scores(query_ref[0], key_ref[0, at, :], weighting)  # [Rq, Rk]
+        scores = weighting.scores(_products(query_ref[...], _passing(key_ref, at, sizes), sizes, weighting))  # [Rq, Rk]
         masks = _widen(columns, at.size), _rows(key_mask, at)
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
@@ -166,35 +202,35 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         maximum_ref[...] = maximum
         if weighting.dropout_rate:
             weights = _drop(weights, masks, weighting)
-        added = _multiply(weights.astype(value_ref.dtype), value_ref[0, at, :], (1, 0), weighting)  # [Rq, V]
+        added = _sums(weights, _passing(value_ref, at, sizes), sizes, weighting)  # [Rq, V]
         numerator_ref[...] = numerator_ref[...] * _widen(decay, width) + added
 
     _for_parts(step, sizes.parts[KEYS], prepare, attend, has_cut_path=True)
-    pl.when(step.is_last)(lambda: _finish_softmax(results, scratch))
+    pl.when(step.is_last)(lambda: _finish_softmax(results, softmax, sizes))
 
 
-def _start_softmax(scratch: Any, before: Any) -> None:
+def _start_softmax(softmax: Any, before: Any, sizes: Sizes) -> None:
     """Starts the softmax of a tile with what was `before`, as one key of weight one, whose lanes add up to that."""
-    maximum_ref, denominator_ref, numerator_ref = scratch
+    maximum_ref, denominator_ref, numerator_ref = softmax
     if before:
         before_out, before_lse = before
         lse = _column(before_lse[0])
         maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
         denominator_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
-        numerator_ref[...] = before_out[0]
+        numerator_ref[...] = _turn(before_out[0], sizes)
     else:
         maximum_ref[...] = jnp.full_like(maximum_ref, LEAST)
         denominator_ref[...] = jnp.zeros_like(denominator_ref)
         numerator_ref[...] = jnp.zeros_like(numerator_ref)
 
 
-def _finish_softmax(results: Any, scratch: Any) -> None:
+def _finish_softmax(results: Any, softmax: Any, sizes: Sizes) -> None:
     """Writes the output and the lse of a tile."""
-    (out_ref, lse_ref), (maximum_ref, denominator_ref, numerator_ref) = results, scratch
+    (out_ref, lse_ref), (maximum_ref, denominator_ref, numerator_ref) = results, softmax
     denominator = jnp.broadcast_to(denominator_ref[...].sum(axis=1, keepdims=True), denominator_ref.shape)
     is_empty = denominator == 0
-    out = numerator_ref[...] * _widen(jnp.where(is_empty, 0, 1 / denominator), out_ref.shape[-1])
-    out_ref[0] = out.astype(out_ref.dtype)
+    out = numerator_ref[...] * _widen(jnp.where(is_empty, 0, 1 / denominator), numerator_ref.shape[1])
+    out_ref[0] = _turn(out, sizes).astype(out_ref.dtype)
     lse = jnp.where(is_empty, -jnp.inf, maximum_ref[...] * math.log(2) + jnp.log(denominator))  # [Rq, LANES]
     lse_ref[0] = lse.T[:1]
 
@@ -203,10 +239,10 @@ def _finish_softmax(results: Any, scratch: Any) -> None:
 # the one of keys with these transposed, so that none of its products has a transposed operand.
 
 
-def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N T H"]:
+def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N _ _"]:
     """Returns the gradient of queries, added to what was `before`."""
     kernel = functools.partial(_query_gradient_kernel, weighting=given.weighting)
-    (grad,) = _run(gradient_call(kernel, given, QUERIES, before), (given.query.shape[-1],))
+    (grad,) = _run(gradient_call(kernel, given, QUERIES, before), given, (given.width(given.query),))
     return grad
 
 
@@ -214,7 +250,8 @@ def _query_gradient_kernel(
     step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting
 ) -> None:
     (query_mask, key_mask), (query_ref, out_grad_ref), (key_ref, value_ref), stats, before = given
-    (grad_ref,), (sum_ref,), rows = results, scratch, sizes.rows[KEYS]
+    (grad_ref,), ((sum_ref,), turned), rows = results, scratch, sizes.rows[KEYS]
+    query_ref, out_grad_ref = _staying((query_ref, out_grad_ref), turned, step)
 
     @pl.when(step.is_first)
     def _() -> None:
@@ -225,27 +262,27 @@ def _query_gradient_kernel(
 
     def differentiate(columns: Any, part: Any, is_cut: bool) -> None:
         at = pl.ds(part * rows, rows)
-        key, value = key_ref[0, at, :], value_ref[0, at, :]
+        key, value = _passing(key_ref, at, sizes), _passing(value_ref, at, sizes)
         stats, queries = _widen(columns, rows)
-        scores = _scores(query_ref[0], key, weighting)  # [Rq, Rk]
-        weights_grad = _multiply(out_grad_ref[0], value, (1, 1), weighting)
+        scores = weighting.scores(_products(query_ref[...], key, sizes, weighting))  # [Rq, Rk]
+        weights_grad = _products(out_grad_ref[...], value, sizes, weighting)
         masks = queries, _rows(key_mask, at)
         _, logits_grad = _tile_gradients(scores, weights_grad, stats, masks, is_cut, weighting)
-        sum_ref[...] += _multiply(logits_grad.astype(key.dtype), key, (1, 0), weighting)
+        sum_ref[...] += _sums(logits_grad, key, sizes, weighting)
 
     _for_parts(step, sizes.parts[KEYS], prepare, differentiate, has_cut_path=False)
 
     @pl.when(step.is_last)
     def _() -> None:
-        grad = sum_ref[...] * weighting.scale
+        grad = _turn(sum_ref[...] * weighting.scale, sizes)
         grad_ref[0] = grad + before[0][0] if before else grad.astype(grad_ref.dtype)
 
 
-def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K _ _"], Float[Array, "B K _ _"]]:
     """Returns the gradients of keys and of values, added to what was `before`."""
     kernel = functools.partial(_key_gradient_kernel, weighting=given.weighting)
-    widths = given.key.shape[-1], given.value.shape[-1]
-    key_grad, value_grad = _run(gradient_call(kernel, given, KEYS, before), widths)
+    widths = given.width(given.key), given.width(given.value)
+    key_grad, value_grad = _run(gradient_call(kernel, given, KEYS, before), given, widths)
     return key_grad, value_grad
 
 
@@ -253,7 +290,9 @@ def _key_gradient_kernel(
     step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting
 ) -> None:
     (query_mask, key_mask), (query_ref, out_grad_ref), (key_ref, value_ref), stats, before = given
-    (key_grad_ref, value_grad_ref), (key_sum_ref, value_sum_ref), rows = results, scratch, sizes.rows[QUERIES]
+    (key_sum_ref, value_sum_ref), turned = scratch
+    rows = sizes.rows[QUERIES]
+    key_ref, value_ref = _staying((key_ref, value_ref), turned, step)
 
     @pl.when(step.is_first)
     def _() -> None:
@@ -265,20 +304,21 @@ def _key_gradient_kernel(
 
     def differentiate(columns: Any, part: Any, is_cut: bool) -> None:
         at = pl.ds(part * rows, rows)
-        query, out_grad = query_ref[0, at, :], out_grad_ref[0, at, :]
-        scores = _scores(key_ref[0], query, weighting)  # [Rk, Rq]
-        weights_grad = _multiply(value_ref[0], out_grad, (1, 1), weighting)
+        query, out_grad = _passing(query_ref, at, sizes), _passing(out_grad_ref, at, sizes)
+        scores = weighting.scores(_products(key_ref[...], query, sizes, weighting))  # [Rk, Rq]
+        weights_grad = _products(value_ref[...], out_grad, sizes, weighting)
         masks = _rows(query_mask, at), _widen(columns, rows)
         weights, logits_grad = _tile_gradients(scores, weights_grad, _rows(stats, at), masks, is_cut, weighting)
-        value_sum_ref[...] += _multiply(weights.astype(out_grad.dtype), out_grad, (1, 0), weighting)
-        key_sum_ref[...] += _multiply(logits_grad.astype(query.dtype), query, (1, 0), weighting)
+        value_sum_ref[...] += _sums(weights, out_grad, sizes, weighting)
+        key_sum_ref[...] += _sums(logits_grad, query, sizes, weighting)
 
     _for_parts(step, sizes.parts[QUERIES], prepare, differentiate, has_cut_path=False)
 
     @pl.when(step.is_last)
     def _() -> None:
-        key_grad, value_grad = key_sum_ref[...] * weighting.scale, value_sum_ref[...]
-        for number, (grad, ref) in enumerate([(key_grad, key_grad_ref), (value_grad, value_grad_ref)]):
+        grads = key_sum_ref[...] * weighting.scale, value_sum_ref[...]
+        for number, (grad, ref) in enumerate(zip(grads, results, strict=True)):
+            grad = _turn(grad, sizes)  # noqa: PLW2901
             ref[0] = grad + before[number][0] if before else grad.astype(ref.dtype)
 
 

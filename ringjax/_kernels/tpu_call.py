@@ -39,9 +39,11 @@ def _block(operand: KernelOperand, sizes: Sizes) -> pl.BlockSpec:
     def index(*indices: Any) -> tuple[Any, ...]:
         place = locate(*indices)
         first, tile = operand.number(place), place.tiles[operand.side]
-        return (first, 0, tile) if operand.is_row else (first, tile, 0)
+        return (first, 0, tile) if operand.rows_last else (first, tile, 0)
 
-    return pl.BlockSpec((1, 1, rows) if operand.is_row else (1, rows, operand.array.shape[-1]), index)
+    _, *shape = operand.array.shape
+    shape[operand.axis - 1] = rows
+    return pl.BlockSpec((1, *shape), index)
 
 
 def launch(call: KernelCall) -> list[Array]:

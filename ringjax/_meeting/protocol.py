@@ -3,6 +3,7 @@
 import abc
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Shaped
 
 from ringjax._meeting.meeting import Meeting, Noise, Slots
@@ -49,10 +50,11 @@ class Implementation(abc.ABC):
     """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
 
     Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
-    the axis of their slots.
+    the axis of their slots, and that of the width of each.
     """
 
     slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
+    width_axis: int = -1
     platform: str | None  # the one that it runs on, as jax names it; None for any
     traits: Traits  # what others may know of it
 
@@ -104,8 +106,12 @@ class Implementation(abc.ABC):
 
     def make_queries(self, *arrays: Array) -> Any:
         """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
-        query, out_grad, lse, delta = arrays
-        return Queries(query, out_grad, lse[..., 0], delta[..., 0])
+        query, out_grad, *narrow = arrays
+        return Queries(query, out_grad, *map(self.numbers, narrow))
+
+    def numbers(self, tiles: Array) -> Array:
+        """Returns the numbers in rows that are laid out, one in each: they have no width."""
+        return jax.lax.index_in_dim(tiles, 0, self.width_axis, keepdims=False)
 
     @abc.abstractmethod
     def start_gradients(self, queries: Any, keys: Keys, loop_index: Any = 0, **given: Array) -> Any:

@@ -71,13 +71,22 @@ def merge(
     outs: Sequence[Float[Array, "*rows V"]], lses: Sequence[Float[Array, "*rows"]]
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
+    shares, lse = find_shares(lses)
+    return add_shares(outs, [share[..., None] for share in shares]), lse
+
+
+def find_shares(lses: Sequence[Float[Array, "*rows"]]) -> tuple[list[Float[Array, "*rows"]], Float[Array, "*rows"]]:
+    """Returns the share of each partial result in the softmax over the keys of all, and the lse of that."""
     maximum = functools.reduce(jnp.maximum, lses)
     shift = shift_of(maximum)
     weights = [jnp.exp(lse - shift) for lse in lses]
-    total = functools.reduce(jnp.add, weights)
-    divisor = divisor_of(total)
-    parts = [out * (weight / divisor)[..., None] for out, weight in zip(outs, weights, strict=True)]
-    return functools.reduce(jnp.add, parts), maximum + jnp.log(divisor)
+    divisor = divisor_of(functools.reduce(jnp.add, weights))
+    return [weight / divisor for weight in weights], maximum + jnp.log(divisor)
+
+
+def add_shares(outs: Sequence[Array], shares: Sequence[Array]) -> Array:
+    """Returns the sum of outputs, each of which has its share; a share has the width one."""
+    return functools.reduce(jnp.add, (out * share for out, share in zip(outs, shares, strict=True)))
 
 
 # The backward. With L the global lse of a row, P = exp(S - L) are its weights over all keys of all branches, wherever

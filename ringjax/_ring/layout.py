@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
     def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
         """Lays the documents of rows out: these are by key/value heads on both sides."""
-        return self._replace(groups=None).lay_out(documents)[..., 0]
+        return self.implementation.numbers(self._replace(groups=None).lay_out(documents))
 
     def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
         """Undoes `lay_out`."""

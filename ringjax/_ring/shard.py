@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from ringjax._meeting.meeting import Noise
 from ringjax._meeting.rows import Combine, put
-from ringjax._meeting.softmax import merge
+from ringjax._meeting.softmax import add_shares, find_shares
 from ringjax._mesh.order import behind
 from ringjax._ring import gather, ring
 from ringjax._ring.addition import Addition, Total, add_branches
@@ -58,7 +58,7 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_final: bo
         task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_branch_final)
         out, lse = layout.implementation.finish(BY_STRATEGY[task.schedule.strategy].forward(task))
         out, lse = task.ways.swap_back((*task.narrow([out], [query]), lse))
-        return out, lse[..., None]
+        return out, jnp.expand_dims(lse, layout.implementation.width_axis)
 
     def merge_one(layout: Layout, total: Any, results: Any) -> Any:
         before = tuple(map(layout.take, total))
@@ -71,8 +71,9 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_final: bo
         return layout, layout
 
     def merge_many(parts: list[Any]) -> Any:
-        out, lse = merge([out for out, _ in parts], [lse[..., 0] for _, lse in parts])
-        return out, lse[..., None]
+        outs, lses = zip(*parts, strict=True)  # each lse has the width one, wherever that is
+        shares, lse = find_shares(lses)
+        return add_shares(outs, shares), lse
 
     zeros = lambda width: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], width))
     total = zeros(value.shape[-1]), zeros(1) - jnp.inf

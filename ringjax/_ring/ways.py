@@ -78,10 +78,10 @@ class Ways(NamedTuple):
         return self._give(self._sort(tiles)) if self.schedule.is_balanced else tiles
 
     def _give(self, tiles: Any) -> Any:
-        permutation, axis = self.schedule.swap_permutation(), self.slots_axis
+        permutation = self.schedule.swap_permutation()
 
         def give(array: Array) -> Array:
-            own, given = self._halves(array)
+            (own, given), axis = self._halves(array), self._axis(array)
             taken = self._permute(given, permutation)
             if self.schedule.sorts_halves:  # which makes one array of both anyway
                 return jax.lax.concatenate([own, taken], axis)
@@ -92,25 +92,30 @@ class Ways(NamedTuple):
     def _sort(self, tiles: Any) -> Any:
         if not self.schedule.sorts_halves:
             return tiles
-        is_late, axis = self.schedule.is_late(self.exchange.shard), self.slots_axis
-        flip = lambda array: jax.lax.concatenate(self._halves(array)[::-1], axis)
+        is_late = self.schedule.is_late(self.exchange.shard)
+        flip = lambda array: jax.lax.concatenate(self._halves(array)[::-1], self._axis(array))
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
     def _halves(self, array: Array) -> Sequence[Array]:
-        axis = self.slots_axis
+        axis = self._axis(array)
         return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
+
+    def _axis(self, array: Array) -> int:
+        return self.slots_axis % array.ndim
 
     def gather(self, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
-        axis, groups = self.slots_axis, self.schedule.keys.num_tile_groups
-        gathered = self._collect(functools.partial(jax.lax.all_gather, axis=axis), tiles)
-        return jax.tree.map(lambda array: _swap_parts(array, axis, self.schedule.gather_size, groups), gathered)
+        parts = self.schedule.gather_size, self.schedule.keys.num_tile_groups
+        collect = lambda array, axis, **groups: jax.lax.all_gather(array, axis=axis, **groups)
+        gathered = self._collect(collect, tiles)
+        return jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), gathered)
 
     def scatter(self, tiles: Any) -> Any:
         """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
-        axis, groups = self.slots_axis, self.schedule.keys.num_tile_groups
-        by_shards = jax.tree.map(lambda array: _swap_parts(array, axis, groups, self.schedule.gather_size), tiles)
-        return self._collect(functools.partial(jax.lax.psum_scatter, scatter_dimension=axis), by_shards)
+        parts = self.schedule.keys.num_tile_groups, self.schedule.gather_size
+        by_shards = jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), tiles)
+        collect = lambda array, axis, **groups: jax.lax.psum_scatter(array, scatter_dimension=axis, **groups)
+        return self._collect(collect, by_shards)
 
     def _collect(self, collective: Any, tiles: Any) -> Any:
         if self.schedule.gather_size == 1:
@@ -122,9 +127,9 @@ class Ways(NamedTuple):
             tiled=True,
         )
         if self.slots_axis:
-            return jax.tree.map(collect, tiles)
+            return jax.tree.map(lambda array: collect(array, self._axis(array)), tiles)
         # As rows, whose order no compiler changes: XLA:CPU else lays out tiles behind a gather, where there are more.
-        return jax.tree.map(lambda array: collect(_rows(array)).reshape(-1, *array.shape[1:]), tiles)
+        return jax.tree.map(lambda array: collect(_rows(array), 0).reshape(-1, *array.shape[1:]), tiles)
 
 
 def _rows(array: Array) -> Array:
