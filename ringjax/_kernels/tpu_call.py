@@ -15,8 +15,8 @@ from ringjax._kernels.tile_list import Step, list_tiles, passing, staying
 from ringjax._meeting.mask import Visits
 
 _VMEM_BYTES = 64 * 2**20
-# The most entries of a list: scalar memory, of a mebibyte, holds two words of each.
-MAX_ENTRIES = 2**15
+# The most entries of a list: two words of each take half of scalar memory, a mebibyte.
+MAX_ENTRIES = 2**16
 
 
 def _entry(step: Any, sizes: Sizes) -> tuple[Any, Any]:
