@@ -67,7 +67,14 @@ def test_kernels_for_tpus_are_compiled_under_x64(width, precision):
     """Where integers are of 64 bits by default, those of kernels, which know none of these, are of 32."""
     mesh = make_mesh((1,), ("seq",), (AxisType.Auto,), devices=devices("v5e", "2x4")[:1])
     array = jax.ShapeDtypeStruct((1, 1024, 2, width), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
-    more = {"precision": precision, "is_causal": True, "dropout_rate": 0.1, "dropout_seed": 3, "implementation": "mosaic", "mesh": mesh}
+    more = {
+        "precision": precision,
+        "is_causal": True,
+        "dropout_rate": 0.1,
+        "dropout_seed": 3,
+        "implementation": "mosaic",
+        "mesh": mesh,
+    }
     more |= {"block_size": 128}  # several tiles come by in a step, and are soon compiled
     attend = functools.partial(ring_dilated_attention, pattern=[Segments(512), Segments(1024, 2)], **more)
     results = jax.jit(lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0]))

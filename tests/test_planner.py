@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from ringjax._kernels.mosaic import MosaicGpu
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
 from ringjax._planner.comparison import compare, mebibytes
+from ringjax._planner.compiled import memory_of
 from ringjax._recording import recording
 from ringjax._schedule.cost import messages
 
@@ -534,8 +536,8 @@ def test_what_a_device_holds():
     # All rows are the arguments themselves, of which the backward copies some.
     assert held("H100", head_dim=128) == numbers * 2 * (4 + 3) + round(0.3 * (numbers * 2 * (3 + 2) + stats))
     assert held("H100", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1)
-    # TPUs lay out anew what kernels read, where heads are padded to 128: of eight groups of segments, some at a time,
-    # which is less than the sums of all queries.
+    # TPUs lay out anew what kernels read: of eight groups of segments, some at a time, which is less than the sums of
+    # all queries.
     laid_out = numbers * 4
     assert held("v5p", head_dim=128) == numbers * 2 * (4 + 3) + laid_out
     whole = of("v5p", Segments(2**16), head_dim=128)
@@ -543,9 +545,12 @@ def test_what_a_device_holds():
     # Of a branch that adds to its own rows alone their sums as well, some of the other one, and all sums in float32.
     both = of("v5p", Segments(1024), Segments(2048, 2), head_dim=128)
     strided = numbers * 2 * 3 * (2 + 0.3 / 8)
-    assert abs(both - numbers * 2 * (4 + 3) - strided - 0.2 * laid_out - 0.75 * numbers * 4 * 3) <= 1
+    assert abs(both - numbers * 2 * (4 + 3) - strided - 0.2 * laid_out - 0.53 * numbers * 4 * 3) <= 1
     assert held("v5p", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1) + round(0.7 * numbers * 2 * 3)
-    assert held("v5p", head_dim=128) - held("v5p", head_dim=64) == numbers * (4 + 3)
+    # Heads of 64 lie as the caller's do, and what is laid out of a group finds room beside the main memory; but rows
+    # are taken from tokens that are padded to 128.
+    assert held("v5p", head_dim=64) == numbers * (4 + 3)
+    assert abs(of("v5p", Segments(2048, 2), head_dim=64) - numbers * (4 + 3) - strided) <= 1
     assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
 
 
@@ -563,8 +568,8 @@ def test_what_comes_by_is_there_with_its_sums():
     assert segments["all_gather"] - segments["ring"] == round(gathered) - round(1.1 * ring)
 
 
-def test_what_fits_the_small_memory_of_a_tpu():
-    """It is there in both memories, and the tokens that rows are taken from as well."""
+def test_what_finds_room_in_the_vector_memory_of_a_tpu():
+    """40 MiB where rows travel, and less of what is more than that."""
     size = {"num_heads": 1, "head_dim": 128, "device": "v5p", "is_causal": True}
 
     def ring(length, rate, has_gradient=True):
@@ -574,12 +579,11 @@ def test_what_fits_the_small_memory_of_a_tpu():
     numbers = 2**10 * 128  # of a device's queries, one of eight
     given = numbers * 2 * (4 + 3)
     queries, keys = (2 + 2 + 4) * numbers + 2**10 * 2 * 4, 2 * (2 + 4) * numbers  # with gradients, lse and delta
-    rows = 2 * queries + keys
-    assert ring(2**13, 1) == given + round(1.1 * 1.1 * (rows + 2 * numbers * 2))
-    assert ring(2**13, 2) == given + round(1.1 * (1.1 * rows / 2 + 3 * numbers * 2))
-    assert ring(2**21, 2) == 2**8 * given + round(2**8 * 1.1 * rows / 2)
-    forward = (2 + 4) * numbers + 2 * 2 * 2 * numbers + 2 * 2 * numbers  # queries with sums, keys twice, halves
-    assert ring(2**13, 1, has_gradient=False) == numbers * 2 * (3 + 1) + round(2 * 0.7 * forward)
+    beside = 1.1 * (2 * queries + keys) / 2
+    assert ring(2**13, 2) == given
+    assert ring(2**18, 2) == 2**5 * given + round(2 * (2**5 * beside - 40 * 2**20))
+    assert ring(2**21, 2) == 2**8 * given + round(2**8 * beside)
+    assert ring(2**13, 2, has_gradient=False) == numbers * 2 * (3 + 1)
 
 
 def test_branches_share_a_peak():
@@ -592,8 +596,19 @@ def test_branches_share_a_peak():
     assert held(local, ring) - held(ring) == round(0.72 * beside)
 
 
+def test_the_memory_of_a_program_is_the_lesser_of_two_bounds():
+    """The compiler's peak, and what it allocates: results that take the place of arguments once."""
+    sizes = {"argument_size": 5, "output_size": 3, "temp_size": 4, "alias_size": 2}
+
+    def memory(peak):
+        found = {f"{name}_in_bytes": size for name, size in {**sizes, "peak_memory": peak}.items()}
+        return memory_of(SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**found)))
+
+    assert [memory(peak) for peak in (9, 10, 11)] == [9, 10, 10]
+
+
 def test_what_is_exchanged():
-    """Beside exchanged tokens those of another branch are reused; of exchanged rows TPUs keep at most all tokens."""
+    """Beside exchanged tokens those of another branch are reused; TPUs lay out anew what kernels read."""
     size = {"num_tokens": 2**19, "num_heads": 8, "is_causal": True}
 
     def held(*branches, device="H100"):
@@ -603,11 +618,13 @@ def test_what_is_exchanged():
     tokens = 65536 * 8 * 128 * 2  # of queries, as of keys and values
     beside = held(Segments(2**19)) - tokens * (4 + 3)
     assert held(Segments(2**19), Segments(2**18)) - held(Segments(2**19)) == pytest.approx(0.05 * beside, abs=1)
-    assert held(Segments(2**19, 4), device="v5e") == tokens * (4 + 3) + 3 * tokens
-    in_bands = 3 * tokens * (1 + 1.3 / 4) * 1.2
-    assert held(Segments(1000, 4), device="v5e") == tokens * (4 + 3) + round(in_bands)
-    size["num_tokens"], tokens = 2**17, tokens // 4
-    assert held(Segments(1000, 4), device="v5e") == tokens * (4 + 3) + round(in_bands / 1.2 / 4)
+    on_tpus = lambda *branches: held(*branches, device="v5e") - tokens * (4 + 3)
+    assert on_tpus(Segments(2**19, 4)) == round(3 * tokens * 2.3 / 4)
+    assert on_tpus(Segments(1000, 4)) == round(3 * tokens * (1 + 1.3 / 4))
+    # Of all rows the queries alone count, and more where lists of tiles are too long for one run of a kernel.
+    assert on_tpus(Segments(1000)) == round(1.2 * 4.9 * tokens)
+    size["num_tokens"], tokens = 2**18, tokens // 2
+    assert on_tpus(Segments(1000)) == round(4.9 * tokens)
 
 
 def test_the_same_call_is_served_the_same_way():

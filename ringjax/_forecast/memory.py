@@ -1,11 +1,10 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
-they chose in some 200 random programs for H100s and 150 for a v5e; `benchmarks.plan_memory` measures how near.
+they chose in some 200 random programs for H100s and 120 for a v5e; `benchmarks.plan_memory` measures how near.
 """
 
 import dataclasses
-import functools
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -20,11 +19,15 @@ _COPIED_OF_ARGUMENTS = 0.3
 _GIVEN_TO_LOOPS = 0.4
 # How often sums of the tokens of all groups of segments are there.
 _SUMS_OF_GROUPS = 2
+# How often queries are there for the gradient where all tokens are exchanged: with rows before their width, and last.
+_ALL_EXCHANGED = 4.9, 3.1
+# How much of what is laid out is so where rows are last: compilers then have the caller's arrays so too.
+_ROWS_LAST = 0.9
 # How often what was exchanged for a local branch is there: tokens, those of which XLA's tiles make copies, and rows.
 _EXCHANGED, _EXCHANGED_FOR_TILES, _EXCHANGED_ROWS = 0.9, 1.2, 0.6
-# From so many tokens on, lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other:
-# how much more is laid out then.
-_TOKENS_IN_BANDS, _IN_BANDS = 2**18, 1.2
+# Of more tokens lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
+# more is laid out then.
+_TOKENS_IN_ONE_LIST, _IN_BANDS = 2**18, 1.2
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -32,7 +35,7 @@ _LOGITS = 1.6, 3.2
 class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
-    lanes: int  # widths of what branches keep are multiples of it
+    lanes: int  # widths are multiples of it where rows are taken from tokens
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies some, and rows that were taken.
     laid_out: tuple[float, float] | None
@@ -48,8 +51,7 @@ class Factors(NamedTuple):
     share: float
     sums: float  # those of all tokens, to which branches are added one by one; and where they exchange tokens
     sums_exchanged: float
-    small: int  # bytes of what is computed in a memory beside the main one
-    in_both: tuple[float, float]  # how often that is there
+    vector_memory: tuple[int, int]  # bytes that find room beside the main memory: where rows travel, and where none do
 
 
 # CPUs are counted as GPUs are.
@@ -66,10 +68,9 @@ ON_GPUS = Factors(
     share=0.72,
     sums=0.65,
     sums_exchanged=0,
-    small=0,
-    in_both=(1, 1),
+    vector_memory=(0, 0),
 )
-# Kernels for TPUs read heads that lie apart, and branches wait for each other; the small memory is their vector memory.
+# Kernels for TPUs read heads that lie apart, and branches wait for each other.
 ON_TPUS = Factors(
     lanes=128,
     laid_out=(0.7, 2.3),
@@ -78,40 +79,39 @@ ON_TPUS = Factors(
     halo=(1.15, 0.9),
     one_rotation=1.2,
     gathered=(0.65, 0.9),
-    share_of_neighbours=(0.2, 0.2),
+    share_of_neighbours=(0.2, 0.15),
     share_exchanged=0.125,
     share=0.2,
-    sums=0.75,
-    sums_exchanged=1,
-    small=128 * 2**20,
-    in_both=(2, 1.1),
+    sums=0.53,
+    sums_exchanged=0.7,
+    vector_memory=(40 * 2**20, 64 * 2**20),
 )
 
 
 def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> int:
     """Returns the bytes at the peak of a call, or of its gradient.
 
-    Arguments and results lie close; what branches keep has widths of whole lanes.
+    Arguments and results lie close.
     """
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    given = (arguments + results) * work.itemsize
-    beside = functools.partial(_beside, work, schedules, factors, has_gradient)
-    # What does not fit the small memory is there once: there the count falls, as the compilers' does.
-    in_both = given + round(beside(is_small=True))
-    return in_both if in_both < factors.small else given + round(beside(is_small=False))
+    beside = _beside(work, schedules, factors, has_gradient)
+    # The vector memory takes so much, and less of what is more than that: nothing where there is twice as much.
+    room = factors.vector_memory[all(schedule.is_local for schedule in schedules)]
+    if beside < 2 * room:
+        beside = 2 * max(beside - room, 0)
+    return (arguments + results) * work.itemsize + round(beside)
 
 
-def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool, is_small: bool) -> float:
+def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
     """What branches keep, of which some are under way at once, and what they are added to."""
     of_branches = {}
     for schedule in schedules:
-        kept = _Kept(_padded(work, factors), schedule, factors, has_gradient, is_small)
+        kept = _Kept(_padded(work, schedule, factors), schedule, factors, has_gradient)
         share = _share(schedule, factors, has_gradient)
         of_branches[_pairs_of(work, schedule)] = kept.bytes, share, kept.sums
     (most, *_), *others = sorted(of_branches.values(), reverse=True)
     keep = most + sum(share * num_bytes for num_bytes, share, _ in others)
-    keep *= factors.in_both[has_gradient] if is_small else 1
     # Sums are what several branches are added to. Where some of these have none, others are added as cheaply.
     sums = [sums for *_, sums in of_branches.values()]
     return keep + (max(sums) if others and all(sums) else 0)
@@ -124,8 +124,8 @@ def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
     return schedule.branch, heads, offset, schedule.earlier
 
 
-def _padded(work: Work, factors: Factors) -> Work:
-    pad = lambda width: width + -width % factors.lanes
+def _padded(work: Work, schedule: BranchSchedule, factors: Factors) -> Work:
+    pad = lambda width: width if schedule.branch.keeps_all else width + -width % factors.lanes
     return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
 
@@ -151,7 +151,6 @@ class _Kept(NamedTuple):
     schedule: BranchSchedule
     factors: Factors
     has_gradient: bool
-    is_small: bool
 
     @property
     def bytes(self) -> float:
@@ -189,47 +188,60 @@ class _Kept(NamedTuple):
         schedule = self.schedule
         if schedule.is_local:
             return self._local()
-        # In the small memory all tokens are there as well, where the gradient takes rows from them.
-        are_taken = self.is_small and self.has_gradient and not schedule.branch.keeps_all
-        tokens = self._tokens() if are_taken else 0
         if schedule.is_gathered:
-            return tokens + self._gathered()
+            return self._gathered()
         factors = self.factors.travelling if schedule.is_closed else self.factors.neighbours
-        return tokens + self._travelling() * factors[self.has_gradient]
+        return self._travelling() * factors[self.has_gradient]
+
+    @property
+    def _rows_last(self) -> bool:
+        """Whether rows are behind their width, as in the caller's arrays: those of all tokens, in their order."""
+        branch = self.schedule.branch
+        return branch.keeps_all and branch.modulus == 1 and self.work.width % self.factors.lanes != 0
 
     def _tokens(self) -> int:
         """The queries, keys and values of a device."""
         one, work = self.schedule.of_devices(), self.work
-        numbers = one.queries.shard_length * work.num_heads * work.width
-        numbers += one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
-        return work.batch * numbers * work.itemsize
+        of_keys = one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
+        return self._queries() + work.batch * of_keys * work.itemsize
+
+    def _queries(self) -> int:
+        """The queries of a device."""
+        work = self.work
+        return (
+            work.batch * self.schedule.of_devices().queries.shard_length * work.num_heads * work.width * work.itemsize
+        )
 
     def _local(self) -> float:
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
-            laid_out = self.factors.laid_out[self.has_gradient]
-            if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
-                sums = 0 if schedule.branch.keeps_all else _SUMS_OF_GROUPS
-                laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
-                if schedule.exchange_size > 1 and not (schedule.branch.keeps_all or schedule.exchanges_rows):
-                    laid_out = 1 + (laid_out - 1) / schedule.branch.offset_rate  # the tokens once, and rows of them
-            if schedule.exchanges_rows:
-                laid_out /= schedule.branch.offset_rate
-                # The gradient is of the tokens that these are taken from, which in the small memory are there as well.
-                tokens = 1 if self.has_gradient else 0
-                laid_out = laid_out + tokens if self.is_small else max(laid_out, tokens)
-            elif schedule.exchange_size > 1 and schedule.queries.shard_length >= _TOKENS_IN_BANDS:
-                laid_out *= _IN_BANDS
-            return max(laid_out * self._tokens(), self._own_sums())
+            return self._laid_out(self.factors.laid_out[self.has_gradient])
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
         return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if is_whole else rows
 
+    def _laid_out(self, laid_out: float) -> float:
+        """Rows that are laid out anew: those of all tokens so often."""
+        schedule, keeps_all = self.schedule, self.schedule.branch.keeps_all
+        if self.has_gradient and schedule.exchange_size > 1 and keeps_all:
+            in_bands = _IN_BANDS if schedule.queries.shard_length > _TOKENS_IN_ONE_LIST else 1
+            return in_bands * _ALL_EXCHANGED[self._rows_last] * self._queries()
+        if self._rows_last:
+            laid_out *= _ROWS_LAST
+        if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
+            sums = 0 if keeps_all else _SUMS_OF_GROUPS
+            laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
+            if schedule.exchange_size > 1 and not schedule.exchanges_rows:
+                laid_out = 1 + (laid_out - 1) / schedule.branch.offset_rate  # the tokens once, and rows of them
+        if schedule.exchanges_rows:
+            laid_out /= schedule.branch.offset_rate
+        return max(laid_out * self._tokens(), self._own_sums())
+
     def _own_sums(self) -> int:
         """The sums of queries that are not exchanged, of all tokens, though groups of segments come one by one."""
         work, schedule = self.work, self.schedule
-        if schedule.exchange_size > 1 or self.is_small or not self.has_gradient:
+        if schedule.exchange_size > 1 or not self.has_gradient or self._rows_last:
             return 0
         return work.batch * schedule.queries.shard_length * work.num_heads * work.width * work.sum_itemsize
 
@@ -252,10 +264,12 @@ class _Kept(NamedTuple):
         do_queries = self.has_gradient and schedule.queries_travel
         (stays, _, rows, of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
         come_by, rotations = own + sums, max(leg.rotations for leg in legs)
-        are_copied = schedule.traits.copies_arguments or self.factors.laid_out is not None
+        are_copied = schedule.traits.copies_arguments or (self.factors.laid_out is not None and not self._rows_last)
         copies = _COPIED[self.has_gradient] if schedule.traits.copies_arguments else 1
         kept = stays.num_slots * (copies * rows + of_stays)
         if not schedule.is_closed:
+            if self._rows_last:
+                kept -= stays.num_slots * rows
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
             halo = self.factors.halo[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
             kept += side.num_slots * own + halo * come_by
