@@ -310,6 +310,17 @@ def test_what_it_cannot_serve(dtype, more, words):
     assert re.search(words, MosaicTpu().obstacle(request, schedule))
 
 
+@pytest.mark.parametrize(
+    ("widths", "name"), [((64, 64), "narrow"), ((192, 128), "narrow"), ((128, 256), "wide"), ((128, 128), "wide")]
+)
+def test_heads_that_fill_no_whole_registers_have_rows_last(widths, name):
+    query, value = (jax.ShapeDtypeStruct((1, 256, 2, width), jnp.bfloat16) for width in widths)
+    (schedule,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
+    reason = NarrowMosaicTpu().obstacle(Request(query, query, value, "tpu"), schedule)
+    assert (reason is None) == (name == "narrow")
+    assert MosaicTpu().obstacle(Request(query, query, value, "tpu"), schedule) is None
+
+
 def test_a_named_implementation_that_cannot_serve_is_an_error():
     arrays = [jnp.asarray(array, jnp.float16) for array in random_arguments(16)]
     with pytest.raises(ValueError, match="implementation='mosaic' cannot serve: it runs on TPUs and on Hopper GPUs"):

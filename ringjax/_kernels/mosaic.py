@@ -254,7 +254,7 @@ class NarrowMosaicTpu(MosaicTpu):
         """Returns why the devices cannot run the kernels on such arrays, or had better not; None where they can."""
         widths = request.query.shape[-1], request.value.shape[-1]
         if all(width % LANES == 0 for width in widths):
-            return f"heads of {widths[0]} and {widths[1]} fill registers of {LANES}"
+            return f"it is for heads that fill no whole registers of {LANES}, and their widths are {widths}"
         return super().obstacle_of_hardware(request)
 
 
