@@ -46,7 +46,7 @@ SIZES = {
     # TPUs compute with so little in their vector memory, and how much of it lies in both memories cannot be said.
     "small sizes": Size((1024, 2048), (2, 4, 8, 16), (1, 2), cases=10),
 }
-SEED = 73  # of other draws than the count was fitted to
+SEED = 79  # of other draws than the count was fitted to
 
 
 def draw_case(draw: random.Random, size: Size) -> tuple[str, dict[str, Any]]:

@@ -28,6 +28,8 @@ _EXCHANGED, _EXCHANGED_FOR_TILES, _EXCHANGED_ROWS = 0.9, 1.2, 0.6
 # Of more tokens lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
 # more is laid out then.
 _TOKENS_IN_ONE_LIST, _IN_BANDS = 2**18, 1.2
+# The share of what finds room beside the main memory that is in this one even so: where nothing is sent, and else.
+_NOT_IN_VECTOR_MEMORY = 0.05, 0.2
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -51,7 +53,7 @@ class Factors(NamedTuple):
     share: float
     sums: float  # those of all tokens, to which branches are added one by one; and where they exchange tokens
     sums_exchanged: float
-    vector_memory: tuple[int, int]  # bytes that find room beside the main memory: where rows travel, and where none do
+    vector_memory: tuple[int, int]  # bytes that find room beside the main memory: where nothing is sent, and else
 
 
 # CPUs are counted as GPUs are.
@@ -84,7 +86,7 @@ ON_TPUS = Factors(
     share=0.2,
     sums=0.53,
     sums_exchanged=0.7,
-    vector_memory=(40 * 2**20, 64 * 2**20),
+    vector_memory=(96 * 2**20, 40 * 2**20),
 )
 
 
@@ -96,10 +98,11 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
     beside = _beside(work, schedules, factors, has_gradient)
-    # The vector memory takes so much, and less of what is more than that: nothing where there is twice as much.
-    room = factors.vector_memory[all(schedule.is_local for schedule in schedules)]
+    # The vector memory takes most of so much, and less of what is more than that: nothing where there is twice as much.
+    sends = any(not schedule.is_local or schedule.exchange_size > 1 for schedule in schedules)
+    room = factors.vector_memory[sends]
     if beside < 2 * room:
-        beside = 2 * max(beside - room, 0)
+        beside = max(2 * (beside - room), _NOT_IN_VECTOR_MEMORY[sends] * beside)
     return (arguments + results) * work.itemsize + round(beside)
 
 
