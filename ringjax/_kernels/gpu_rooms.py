@@ -64,7 +64,7 @@ def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int],
 
 
 def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
-    """Returns the shape of a tile of an operand."""
+    """Returns the shape of a tile of an operand: on GPUs numbers alone have their rows last."""
     return (TILE_ROWS,) if leaf.rows_last else (TILE_ROWS, leaf.array.shape[-1])
 
 

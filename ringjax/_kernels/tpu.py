@@ -316,9 +316,9 @@ def _key_gradient_kernel(
 
     @pl.when(step.is_last)
     def _() -> None:
-        grads = key_sum_ref[...] * weighting.scale, value_sum_ref[...]
-        for number, (grad, ref) in enumerate(zip(grads, results, strict=True)):
-            grad = _turn(grad, sizes)  # noqa: PLW2901
+        sums = key_sum_ref[...] * weighting.scale, value_sum_ref[...]
+        for number, (one, ref) in enumerate(zip(sums, results, strict=True)):
+            grad = _turn(one, sizes)
             ref[0] = grad + before[number][0] if before else grad.astype(ref.dtype)
 
 
