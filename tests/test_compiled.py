@@ -56,10 +56,10 @@ def compile_backward(mesh, length, heads, **arguments):
 
 
 def row_bytes(heads, kv_heads, batch=1):
-    """The bytes of one slot in float32: for the backward, of its query, and of its results."""
+    """The bytes of one slot in float32: for the backward, and of its query."""
     row = lambda heads: batch * heads * WIDTH * FLOAT
     query, keys, lse = row(heads), 2 * row(kv_heads), batch * heads * FLOAT
-    return RowBytes(2 * query + 2 * lse, keys, query_grad=query, keys_grad=keys), query, query + lse
+    return RowBytes(2 * query + 2 * lse, keys, query_grad=query, keys_grad=keys), query
 
 
 def sum_sent(messages, direction):
@@ -85,9 +85,7 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     """A row goes once to each other shard that is linked to its own by segments, and to none else."""
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
     (schedule,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), length, 8, heads[1], is_causal)
-    row, query, results = row_bytes(*heads)
-    if rate == 1:  # all tokens are kept: nobody asks for the lse
-        results = query
+    row, query = row_bytes(*heads)
     parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
     hops = max(map(len, parts)) - 1
     assert hops > 0
@@ -99,7 +97,8 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     forward = compile_attention(mesh, length, heads=heads, **arguments)
     # Where causal shards swap halves to have the same work, these go there and the results back.
     swapped = slots // 2 if is_causal and fills_shards else 0
-    expected = hops * slots * row.keys + swapped * (query + row.keys + results)
+    # Of one branch, nobody asks for the lse.
+    expected = hops * slots * row.keys + swapped * (query + row.keys + query)
     stated = lambda direction, has_gradient: sum_sent(messages(work, (schedule,), has_gradient), direction)
     assert sent(forward) == expected == stated("forward", False)
     backward = compile_backward(mesh, length, heads, **arguments)
@@ -184,7 +183,7 @@ def test_rows_hop_to_those_that_see_them_alone(branch, shard_length, is_causal, 
     hops = hops_of(keys, branch, length, heads[1])
     if heads[1] > 1:
         assert hops == expected
-    row, _, _ = row_bytes(*heads)
+    row, _ = row_bytes(*heads)
     # In blocks that hold the rows of a shard, so that no slot is empty.
     arguments = {"pattern": [branch], "is_causal": is_causal, "heads": heads, "block_size": 512}
     forward = compile_attention(mesh, length, **arguments)

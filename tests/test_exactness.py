@@ -9,7 +9,7 @@ from oracle import assert_close, make_mesh, random_arguments, reference_results,
 
 from ringjax import ring_dilated_attention
 from ringjax._kernels.xla import Xla
-from ringjax._meeting.rows import put_selected, put_slices, take_selected, take_slices, take_vectors
+from ringjax._meeting.strides import put_selected, put_slices, take_selected, take_slices, take_vectors
 
 # Lengths, segment lengths and rates: local, rings, sub-rings of unequal size, straddling, short, longer than all.
 PATTERNS = {

@@ -57,10 +57,11 @@ FOLDERS = {
         {"_definition", "_schedule"},
         {
             "mask": set(),
-            "rows": set(),
+            "strides": set(),
+            "rows": {"strides"},
             "softmax": set(),
             "meeting": {"mask", "rows"},
-            "protocol": {"meeting", "softmax"},
+            "protocol": {"meeting", "softmax", "strides"},
         },
     ),
     "_kernels": (

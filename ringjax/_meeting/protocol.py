@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ringjax._meeting.meeting import Meeting, Noise, Slots
 from ringjax._meeting.softmax import Keys, Queries, Weighting, residuals
+from ringjax._meeting.strides import Strides
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -65,6 +66,11 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule in tiles of its own."""
+
+    @property
+    def strides(self) -> Strides:
+        """How it takes one of r tokens for each head, where a branch keeps such rows."""
+        return Strides()
 
     @abc.abstractmethod
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:

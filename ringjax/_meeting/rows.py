@@ -4,8 +4,6 @@ B batch, n tokens of the shard, m slots of all its chunks, M with those of full 
 queries or of keys, O those of them that are told apart: 1 where all are of one class, else N.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,16 +12,9 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Int, Integer, Shaped, UInt
 
+from ringjax._meeting.strides import Combine, Strides, is_offset, put
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
-
-Combine = Callable[[Array, Array], Array]
-
-
-def put(token: Array, row: Array) -> Array:
-    """Puts a row in the place of its token."""
-    del token
-    return row
 
 
 class BranchHeads(NamedTuple):
@@ -78,6 +69,7 @@ class Rows(NamedTuple):
     heads: BranchHeads
     is_whole: bool = False
     already_taken: bool = False
+    strides: Strides = Strides()
 
     @property
     def offset(self) -> UInt[Array | np.ndarray, "O"]:
@@ -110,9 +102,11 @@ class Rows(NamedTuple):
             return tokens
         tokens = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
         if side.chunks == "residues":
-            return rearrange(tokens, "B (m r) ... -> B (r m) ...", r=side.step)
+            return self.strides.sort(tokens, side.step)
         if side.is_strided:
-            rows = self._take_one(self._split(tokens))
+            rows = tokens
+            if side.step > 1:
+                rows = self.strides.take(tokens, side.step, self.offset, self.is_whole)
             missing = side.num_chunks * side.chunk_rows - rows.shape[1]  # of a last chunk that is shorter
             return jnp.pad(rows, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else rows
         shard = self.shard.astype(jnp.uint32)
@@ -140,10 +134,12 @@ class Rows(NamedTuple):
     def _put_among(self, tokens: Array, rows: Array, combine: Combine) -> Array:
         side = self.side
         if side.chunks == "residues":
-            return combine(tokens, rearrange(rows, "B (r m) ... -> B (m r) ...", r=side.step))
+            return self.strides.put_sorted(tokens, rows, side.step, combine)
         if side.is_strided:
             rows = jax.lax.slice_in_dim(rows, 0, side.span // side.step, axis=1)
-            return self._put_one(self._split(tokens), rows, combine).reshape(tokens.shape)
+            if side.step == 1:
+                return combine(tokens, rows)
+            return self.strides.put(tokens, rows, side.step, self.offset, combine)
         shard = self.shard.astype(jnp.uint32)
         token = side.first(shard) + naturals(side.span)[:, None]  # [n, 1]
         chunk, slot = side.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
@@ -169,28 +165,8 @@ class Rows(NamedTuple):
         """
         if self.already_taken:
             return rows
-        split = jnp.where(_is_offset(self.side.step, self.offset), rows[:, :, None], fill)
+        split = jnp.where(is_offset(self.side.step, self.offset), rows[:, :, None], fill)
         return rearrange(split, "B m r N D -> B (m r) N D")
-
-    def _take_one(self, split: Shaped[Array, "B m r N D"]) -> Shaped[Array, "B m N D"]:
-        if split.shape[2] == 1:
-            return split[:, :, 0]
-        ways = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if self.is_whole else {})
-        ways = {platform: functools.partial(function, offset=self.offset) for platform, function in ways.items()}
-        return jax.lax.platform_dependent(split, **ways)
-
-    def _put_one(
-        self, split: Shaped[Array, "B m r N D"], rows: Shaped[Array, "B m N D"], combine: Combine
-    ) -> Shaped[Array, "B m r N D"]:
-        if split.shape[2] == 1:
-            return combine(split[:, :, 0], rows)[:, :, None]
-        ways = {"cpu": put_slices, "tpu": put_in_one_pass, "default": put_selected}
-        more = {"offset": self.offset, "combine": combine}
-        ways = {platform: functools.partial(function, **more) for platform, function in ways.items()}
-        return jax.lax.platform_dependent(split, rows, **ways)
-
-    def _split(self, tokens: Shaped[Array, "B n N D"]) -> Shaped[Array, "B m r N D"]:
-        return rearrange(tokens, "B (m r) ... -> B m r ...", r=self.side.step)
 
 
 def _resize(rows: Shaped[Array, "B m N D"], chunks: int, new_chunks: int, slots: int) -> Shaped[Array, "B M N D"]:
@@ -219,90 +195,3 @@ def naturals(stop: int) -> UInt[Array, "stop"]:
 def _take(array: Shaped[Array, "B m N D"], index: Integer[Array, "M O"]) -> Shaped[Array, "B M N D"]:
     # One gather of whole vectors for each head: along a sharded head axis it stays local.
     return jnp.take_along_axis(array, index[None, :, :, None], axis=1, mode="promise_in_bounds")
-
-
-# One of r tokens for each head, in three ways. CPUs copy one slice for each head of a batch of heads, in one piece, and
-# touch none of the other tokens. GPUs gather single vectors, which touches no others either, but needs all dimensions
-# before in one: only where no compiler shards them. Elsewhere, and where one does, gathers and scatters would transpose
-# all of their operand, and a selection is one fused pass.
-
-
-def take_selected(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
-    """Returns the token number `offset` of each r, by selection."""
-    return jnp.where(_is_offset(split.shape[2], offset), split, 0).sum(axis=2, dtype=split.dtype)
-
-
-def put_selected(
-    split: Shaped[Array, "B m r N D"],
-    rows: Shaped[Array, "B m N D"],
-    offset: UInt[Array | np.ndarray, "O"],
-    combine: Combine,
-) -> Shaped[Array, "B m r N D"]:
-    """Replaces the token number `offset` of each r, by selection."""
-    return jnp.where(_is_offset(split.shape[2], offset), combine(split, rows[:, :, None]), split)
-
-
-def put_in_one_pass(
-    split: Shaped[Array, "B m r N D"],
-    rows: Shaped[Array, "B m N D"],
-    offset: UInt[Array | np.ndarray, "O"],
-    combine: Combine,
-) -> Shaped[Array, "B m r N D"]:
-    """Does what `put_selected` does, and nothing of what follows moves into the pass.
-
-    Else a TPU's compiler makes an array of each row r times before it.
-    """
-    return jax.lax.optimization_barrier(put_selected(split, rows, offset, combine))
-
-
-def _is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array | np.ndarray, "rate O 1"]:
-    return (np.arange(rate, dtype=np.uint32)[:, None] == offset)[..., None]
-
-
-def take_slices(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
-    """Returns the token number `offset` of each r, slice by slice."""
-    batch, count, _, heads, width = split.shape
-    numbers = jax.lax.GatherDimensionNumbers(
-        offset_dims=(0, 1, 3),
-        collapsed_slice_dims=(2,),
-        start_index_map=(2,),
-        operand_batching_dims=(3,),
-        start_indices_batching_dims=(0,),
-    )
-    sizes = (batch, count, 1, 1, width)
-    return jax.lax.gather(split, _of_heads(offset, heads), numbers, sizes, mode="promise_in_bounds")
-
-
-def put_slices(
-    split: Shaped[Array, "B m r N D"],
-    rows: Shaped[Array, "B m N D"],
-    offset: UInt[Array | np.ndarray, "O"],
-    combine: Combine,
-) -> Shaped[Array, "B m r N D"]:
-    """Replaces the token number `offset` of each r, slice by slice."""
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(0, 1, 3),
-        inserted_window_dims=(2,),
-        scatter_dims_to_operand_dims=(2,),
-        operand_batching_dims=(3,),
-        scatter_indices_batching_dims=(0,),
-    )
-    index = _of_heads(offset, split.shape[3])
-    rows = combine(take_slices(split, offset), rows)
-    return jax.lax.scatter(
-        split, index, rows, numbers, indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
-    )
-
-
-def take_vectors(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
-    """Returns the token number `offset` of each r, vector by vector."""
-    batch, count, rate, heads, width = split.shape
-    of_first = naturals(batch * count).reshape(batch, count, 1) * np.uint32(rate * heads)
-    index = of_first + (offset * np.uint32(heads) + np.arange(heads, dtype=np.uint32))
-    numbers = jax.lax.GatherDimensionNumbers(offset_dims=(3,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    vectors = split.reshape(-1, width)
-    return jax.lax.gather(vectors, index[..., None], numbers, (1, width), unique_indices=True, mode="promise_in_bounds")
-
-
-def _of_heads(offset: UInt[Array | np.ndarray, "O"], heads: int) -> Int[Array | np.ndarray, "N 1"]:
-    return (offset + np.zeros(heads, np.uint32)).astype(np.int32)[:, None]

@@ -23,7 +23,7 @@ class Addition(NamedTuple):
     Query heads are in `groups`; `layouts(layout)` are those of the arrays of a total, given that of queries. The
     `dtypes` are those of results that nothing is added to: they are put in place, not summed.
     `one(layout, total, results)` adds the results of a branch to the rows that they are of, `first(layout, total,
-    results)` puts those of all rows, `many(parts)` adds totals.
+    results)` puts them in place of nothing, `many(parts)` adds totals.
     """
 
     fills: Sequence[float]
@@ -35,9 +35,9 @@ class Addition(NamedTuple):
     many: Callable[[list[Total]], Total]
 
 
-# On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep. If the
-# first branch keeps all tokens in all heads, its results are put in place, not added. The dense branches of a
-# fused kernel are added all at once, in one pass over the tokens.
+# On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep, and the
+# results of the first are put in place. The dense branches of a fused kernel are added all at once, in one pass over
+# the tokens.
 
 
 def add_branches(
@@ -52,7 +52,7 @@ def add_branches(
 
     A branch sends only after the arrays `earlier` have arrived, and after the branch before it.
     """
-    fused = []
+    fused, is_first = [], True
     for number, schedule in enumerate(plan.schedules):
         layout = Layout(plan.rows(schedule), plan.implementation(schedule), addition.groups)
         compute_branch = functools.partial(compute, earlier=None if schedule.is_local else earlier)
@@ -60,17 +60,17 @@ def add_branches(
             results = compute_branch(layout, arrays)
             fused.append((layout, results))
         else:
-            is_first = number == 0 and layout.is_of_all(total[0].shape[2])
             add = addition.first if is_first else addition.one
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
             if schedule.traits.copies_rows and number:
                 # Else a compiler begins several branches, and has the copies of all of them at once.
                 arrays = behind(arrays, total)
             results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
+            is_first = False
         earlier = earlier if schedule.is_local else results
     if not fused:
         return total
-    return _add_fused(fused, addition, total, is_first=len(fused) == len(plan.schedules))
+    return _add_fused(fused, addition, total, is_first)
 
 
 def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total, is_first: bool) -> Total:

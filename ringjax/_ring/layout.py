@@ -12,8 +12,9 @@ from jaxtyping import Array, Int, Shaped
 
 from ringjax._meeting.meeting import Noise, Slots, Tiles
 from ringjax._meeting.protocol import Implementation
-from ringjax._meeting.rows import Combine, Rows
+from ringjax._meeting.rows import Rows
 from ringjax._meeting.softmax import Keys
+from ringjax._meeting.strides import Combine, combined_dtype
 from ringjax._mesh.order import after
 from ringjax._ring.plan import Plan
 from ringjax._ring.ways import Moved, Ways
@@ -39,11 +40,6 @@ class Layout(NamedTuple):
     def of_keys(self) -> "Layout":
         """Returns the layout of keys."""
         return self._replace(rows=self.rows.of_keys(), groups=None)
-
-    def is_of_all(self, num_heads: int) -> bool:
-        """Returns whether all of so many heads keep all tokens."""
-        has_all_tokens = self.rows.already_taken or self.rows.schedule.branch.keeps_all
-        return has_all_tokens and self._own_rows.heads.size == num_heads
 
     def of_part(self, side: Side) -> "Layout":
         """Returns the layout of a part of the rows."""
@@ -75,8 +71,8 @@ class Layout(NamedTuple):
         return self.put_rows(tokens, self.take_back(tiles), *combine)
 
     def put_rows(self, tokens: Array, rows: Array, *combine: Combine) -> Array:
-        """Puts rows in their places among tokens."""
-        own = self._own_rows
+        """Puts rows in their places among tokens, in the dtype of what is made of both."""
+        own, tokens = self._own_rows, tokens.astype(combined_dtype(tokens, rows, *combine))
         return own.heads.paste(tokens, own.put(own.heads.cut(tokens), rows, *combine))
 
     def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:

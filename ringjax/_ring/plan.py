@@ -103,7 +103,13 @@ class Plan:
         """Returns the rows of queries that this shard keeps."""
         heads = self._heads(schedule)
         return Rows(
-            schedule, schedule.queries, self.exchange.shard, heads, self.placement.is_whole, schedule.exchanges_rows
+            schedule,
+            schedule.queries,
+            self.exchange.shard,
+            heads,
+            self.placement.is_whole,
+            schedule.exchanges_rows,
+            self.implementation(schedule).strides,
         )
 
     def _heads(self, schedule: BranchSchedule) -> BranchHeads:

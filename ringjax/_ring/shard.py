@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._meeting.meeting import Noise
-from ringjax._meeting.rows import Combine, put
 from ringjax._meeting.softmax import add_shares, find_shares
+from ringjax._meeting.strides import Combine, put
 from ringjax._mesh.order import behind
 from ringjax._ring import gather, ring
 from ringjax._ring.addition import Addition, Total, add_branches

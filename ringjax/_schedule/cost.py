@@ -223,10 +223,8 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
         return
     heads, _ = work.heads_of(schedule)
     result = work.itemsize if work.has_one_branch else work.sum_itemsize
-    has_all_tokens = schedule.branch.keeps_all or schedule.exchanges_rows
-    is_put = has_all_tokens and heads == work.num_heads // schedule.exchange_size
-    is_total = work.has_one_branch and (is_put or (schedule.traits.are_added_at_once and schedule.is_dense))
-    has_lse = has_gradient or work.needs_lse or not is_total or (work.has_order and schedule.exchange_size > 1)
+    is_added = not work.has_one_branch
+    has_lse = has_gradient or work.needs_lse or is_added or (work.has_order and schedule.exchange_size > 1)
     swap = functools.partial(_swap, schedule)
     # Documents, which are the same for queries and keys, are swapped once.
     documents = work.documents(schedule)
