@@ -149,15 +149,17 @@ def peak(
     name: str = "8 H100s",
     length: int = LENGTH,
     has_cotangent: bool = False,
+    width: int = WIDTH,
 ) -> float:
     """Returns the most bytes on one of some devices during the gradient, over those of its queries."""
     more: Any = {
         "implementation": implementation,
         "has_documents": has_documents,
         "has_cotangent": has_cotangent,
+        "width": width,
     }
     compiled = compile_for(name, True, count=count, length=length, pattern=pattern, **more)
-    return compiled.memory_analysis().peak_memory_in_bytes / (length // count * HEADS * WIDTH * 2)
+    return compiled.memory_analysis().peak_memory_in_bytes / (length // count * HEADS * width * 2)
 
 
 def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
@@ -231,9 +233,15 @@ def measure() -> list[dict[str, Any]]:
     add("peak bytes of a device over its queries'", "8 H100s, gradient, documents", peak(has_documents=True))
     # With so many tokens that TPUs hold next to none of them in their vector memory.
     length = 8 * MANY_TOKENS
-    for name, pattern in (("a ring", ((length,), (1,))), ("a local branch", ((2048,), (1,))), ("LongNet", LONGNET)):
+    of_tpus = (
+        ("a ring", ((length,), (1,)), WIDTH),
+        ("a local branch", ((2048,), (1,)), WIDTH),
+        ("LongNet", LONGNET, WIDTH),
+        ("LongNet with heads of 64", LONGNET, 64),
+    )
+    for name, pattern, width in of_tpus:
         for implementation in ("xla", "mosaic"):
-            more: Any = {"implementation": implementation, "has_cotangent": True}
+            more: Any = {"implementation": implementation, "has_cotangent": True, "width": width}
             value = peak(name="v5e:2x4", length=length, pattern=pattern, **more)
             add("peak bytes of a device over its queries'", f"v5e:2x4, gradient, {name}, {implementation}", value)
     long = compile_for("8 H100s", True, count=1, length=2**20, pattern=LONGNET, implementation="cudnn", heads=16)

@@ -390,9 +390,10 @@ def test_queries_that_share_keys_are_not_laid_out_anew_for_tpus():
     assert max((size for line in moved for size in array_sizes(line)), default=0) < 8192 * WIDTH
 
 
-def test_narrow_heads_are_not_padded_for_tpus():
+@pytest.mark.parametrize("branch", [Window(20000), Window(2048, 4), Segments(2**16, 4)], ids=str)
+def test_narrow_heads_are_not_padded_for_tpus(branch):
     """To the width of registers: heads of 64 take little more than half of the memory that heads of 128 take."""
-    arguments = {"length": 8 * 8192, "pattern": (Window(20000),), "implementation": "mosaic"}
+    arguments = {"length": 8 * 32768, "pattern": (branch,), "implementation": "mosaic"}
     peaks = [
         compile_for("v5e:2x4", True, width=width, **arguments).memory_analysis().peak_memory_in_bytes
         for width in (64, 128)

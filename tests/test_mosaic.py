@@ -161,6 +161,12 @@ def test_groups_of_segments_equal_oracle(name, monkeypatch):
 compiled_list = jax.jit(list_tiles, static_argnums=1)
 
 
+def test_rows_that_kernels_take_equal_oracle():
+    """Tokens of whole blocks, of branches that keep one of two in segments and that sort them for a window."""
+    arrays = random_arguments(1024, (2, 1), (8, 8), (1,))
+    check(arrays, make_mesh(seq=2), pattern=[Segments(512, 2), Window(100, 2)], is_causal=True)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.9])
 def test_a_list_has_the_tiles_that_meet(parts, density):

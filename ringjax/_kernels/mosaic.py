@@ -23,6 +23,7 @@ from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
 from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Keys, Queries, Weighting
+from ringjax._meeting.strides import Strides
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -249,6 +250,13 @@ class NarrowMosaicTpu(MosaicTpu):
     """
 
     order, slots_axis, width_axis = "B N D m", -1, -2
+
+    @property
+    def strides(self) -> Strides:
+        """How it takes one of r tokens for each head."""
+        from ringjax._kernels.tpu_strides import TpuStrides  # noqa: PLC0415
+
+        return TpuStrides(self.interpret)
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, or had better not; None where they can."""
