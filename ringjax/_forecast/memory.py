@@ -1,10 +1,9 @@
 """The bytes that a device holds at the peak, by count: arguments, results, and what branches keep beside them.
 
 What they keep is for compilers to choose, who copy, and begin early what travels. All factors here come near to what
-they chose in some 200 random programs for H100s and 120 for a v5e; `benchmarks.plan_memory` measures how near.
+they chose in some 200 random programs for either, H100s and a v5e; `benchmarks.plan_memory` measures how near.
 """
 
-import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -16,20 +15,22 @@ _COPIED = 1, 1.4
 # How much of the arguments the backward copies where nothing travels.
 _COPIED_OF_ARGUMENTS = 0.3
 # How much of those that stay in a loop is not copied.
-_GIVEN_TO_LOOPS = 0.4
-# How often sums of the tokens of all groups of segments are there.
-_SUMS_OF_GROUPS = 2
+_GIVEN_TO_LOOPS = 0.65
+# How often sums of the tokens of all groups of segments are there: with rows before their width, and last.
+_SUMS_OF_GROUPS = 2, 1
 # How often queries are there for the gradient where all tokens are exchanged: with rows before their width, and last.
-_ALL_EXCHANGED = 4.9, 3.1
+_ALL_EXCHANGED = 4.9, 4.2
 # How much of what is laid out is so where rows are last: compilers then have the caller's arrays so too.
-_ROWS_LAST = 0.9
+_ROWS_LAST = 0.7
 # How often what was exchanged for a local branch is there: tokens, those of which XLA's tiles make copies, and rows.
-_EXCHANGED, _EXCHANGED_FOR_TILES, _EXCHANGED_ROWS = 0.9, 1.2, 0.6
-# Of more tokens lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
-# more is laid out then.
-_TOKENS_IN_ONE_LIST, _IN_BANDS = 2**18, 1.2
+_EXCHANGED, _EXCHANGED_FOR_TILES, _EXCHANGED_ROWS = 0.9, 1.2, 0.5
+# Of more pairs lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
+# more is laid out then, and how much more there is of what was gathered.
+_PAIRS_IN_ONE_LIST, _IN_BANDS, _GATHERED_IN_BANDS = 2**36, 1.2, 2
 # The share of what finds room beside the main memory that is in this one even so: where nothing is sent, and else.
 _NOT_IN_VECTOR_MEMORY = 0.05, 0.2
+# How often sums of keys and values are there among which rows are put.
+_PUT_AMONG = 0.75
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -37,7 +38,7 @@ _LOGITS = 1.6, 3.2
 class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
-    lanes: int  # widths are multiples of it where rows are taken from tokens
+    lanes: int  # heads whose width is no multiple of it are narrow
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies some, and rows that were taken.
     laid_out: tuple[float, float] | None
@@ -78,14 +79,14 @@ ON_TPUS = Factors(
     laid_out=(0.7, 2.3),
     travelling=(0.7, 1.1),
     neighbours=(0.7, 1.1),
-    halo=(1.15, 0.9),
-    one_rotation=1.2,
+    halo=(1.15, 1.15),
+    one_rotation=0.9,
     gathered=(0.65, 0.9),
-    share_of_neighbours=(0.2, 0.15),
+    share_of_neighbours=(0.2, 0.3),
     share_exchanged=0.125,
     share=0.2,
     sums=0.53,
-    sums_exchanged=0.7,
+    sums_exchanged=1,
     vector_memory=(96 * 2**20, 40 * 2**20),
 )
 
@@ -110,7 +111,7 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     """What branches keep, of which some are under way at once, and what they are added to."""
     of_branches = {}
     for schedule in schedules:
-        kept = _Kept(_padded(work, schedule, factors), schedule, factors, has_gradient)
+        kept = _Kept(work, schedule, factors, has_gradient)
         share = _share(schedule, factors, has_gradient)
         of_branches[_pairs_of(work, schedule)] = kept.bytes, share, kept.sums
     (most, *_), *others = sorted(of_branches.values(), reverse=True)
@@ -125,11 +126,6 @@ def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
     heads = work.pattern.heads_of(schedule.number, work.num_kv_heads)
     offset = work.pattern.offset(heads.start, schedule.branch, schedule.number, work.num_kv_heads)
     return schedule.branch, heads, offset, schedule.earlier
-
-
-def _padded(work: Work, schedule: BranchSchedule, factors: Factors) -> Work:
-    pad = lambda width: width if schedule.branch.keeps_all else width + -width % factors.lanes
-    return dataclasses.replace(work, width=pad(work.width), value_width=pad(work.value_width))
 
 
 def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
@@ -158,7 +154,7 @@ class _Kept(NamedTuple):
     @property
     def bytes(self) -> float:
         """The bytes of all of it."""
-        return self._computing() + self._exchanged() + self._tiles()
+        return self._computing() + self._exchanged() + self._tiles() + self._put_among()
 
     @property
     def sums(self) -> float:
@@ -198,9 +194,27 @@ class _Kept(NamedTuple):
 
     @property
     def _rows_last(self) -> bool:
-        """Whether rows are behind their width, as in the caller's arrays: those of all tokens, in their order."""
-        branch = self.schedule.branch
-        return branch.keeps_all and branch.modulus == 1 and self.work.width % self.factors.lanes != 0
+        """Whether rows are behind their width, as in the caller's arrays: those of narrow heads, a stride apart."""
+        schedule = self.schedule
+        return self._is_narrow and schedule.queries.is_strided and schedule.keys.is_strided
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.work.width % self.factors.lanes != 0
+
+    @property
+    def _is_in_bands(self) -> bool:
+        """Whether a list of all tiles that meet is too long for kernels for TPUs."""
+        schedule, gathers = self.schedule, self.schedule.gather_size if self.schedule.is_gathered else 1
+        pairs = schedule.queries.num_slots * schedule.keys.num_slots * gathers
+        return self.factors.laid_out is not None and pairs > _PAIRS_IN_ONE_LIST
+
+    def _put_among(self) -> float:
+        """Sums of all keys and values among which kernels put rows of narrow heads, where halos are added to them."""
+        schedule, work = self.schedule, self.work
+        is_put = self._is_narrow and not schedule.branch.keeps_all and not schedule.is_local and not schedule.is_closed
+        numbers = (self._tokens() - self._queries()) / work.itemsize
+        return is_put * self.has_gradient * _PUT_AMONG * numbers * work.sum_itemsize
 
     def _tokens(self) -> int:
         """The queries, keys and values of a device."""
@@ -228,12 +242,11 @@ class _Kept(NamedTuple):
         """Rows that are laid out anew: those of all tokens so often."""
         schedule, keeps_all = self.schedule, self.schedule.branch.keeps_all
         if self.has_gradient and schedule.exchange_size > 1 and keeps_all:
-            in_bands = _IN_BANDS if schedule.queries.shard_length > _TOKENS_IN_ONE_LIST else 1
-            return in_bands * _ALL_EXCHANGED[self._rows_last] * self._queries()
+            return (_IN_BANDS if self._is_in_bands else 1) * _ALL_EXCHANGED[self._rows_last] * self._queries()
         if self._rows_last:
             laid_out *= _ROWS_LAST
         if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
-            sums = 0 if keeps_all else _SUMS_OF_GROUPS
+            sums = 0 if keeps_all or self.work.has_one_branch else _SUMS_OF_GROUPS[self._rows_last]
             laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
             if schedule.exchange_size > 1 and not schedule.exchanges_rows:
                 laid_out = 1 + (laid_out - 1) / schedule.branch.offset_rate  # the tokens once, and rows of them
@@ -246,6 +259,8 @@ class _Kept(NamedTuple):
         work, schedule = self.work, self.schedule
         if schedule.exchange_size > 1 or not self.has_gradient or self._rows_last:
             return 0
+        if work.has_one_branch:  # in their own dtype, and put where the results are
+            return schedule.branch.keeps_all * self._queries()
         return work.batch * schedule.queries.shard_length * work.num_heads * work.width * work.sum_itemsize
 
     def _gathered(self) -> float:
@@ -254,6 +269,7 @@ class _Kept(NamedTuple):
         of_rows, of_sums = self.factors.gathered
         of_sums *= 1.5 if schedule.traits.rows_last else 1  # some are laid out anew
         of_key = of_rows * row.keys + of_sums * row.keys_grad if self.has_gradient else 1.5 * row.keys
+        of_key *= _GATHERED_IN_BANDS if self._is_in_bands else 1
         stay = schedule.queries.num_slots * (row.queries + row.query_grad)
         return stay + schedule.gather_size * schedule.keys.num_slots * of_key
 
