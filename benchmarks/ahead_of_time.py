@@ -150,6 +150,7 @@ def peak(
     length: int = LENGTH,
     has_cotangent: bool = False,
     width: int = WIDTH,
+    strategy: Any = "ring",
 ) -> float:
     """Returns the most bytes on one of some devices during the gradient, over those of its queries."""
     more: Any = {
@@ -157,6 +158,7 @@ def peak(
         "has_documents": has_documents,
         "has_cotangent": has_cotangent,
         "width": width,
+        "strategy": strategy,
     }
     compiled = compile_for(name, True, count=count, length=length, pattern=pattern, **more)
     return compiled.memory_analysis().peak_memory_in_bytes / (length // count * HEADS * width * 2)

@@ -5,6 +5,7 @@ Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -147,9 +148,9 @@ class Fused(KernelImplementation):
         return FusedQueries(query, out_grad, out, *(array[..., 0] for array in narrow))
 
     def start_gradients(
-        self, queries: FusedQueries, keys: Keys, loop_index: Any = 0, **given: Array
+        self, queries: FusedQueries, keys: Keys, zeros: Sequence[Array], **given: Array
     ) -> KernelGradients:
-        del loop_index
+        del zeros
         dtype = accumulation_dtype(queries.query, *keys)
         arrays = {"query": queries.query, **keys._asdict()}
         return KernelGradients(

@@ -8,7 +8,7 @@ by the masks.
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -138,8 +138,8 @@ class Mosaic(KernelImplementation):
         out, lse = self.kernels.forward(given, before)
         return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_slots(lse), length))
 
-    def start_gradients(self, queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> KernelGradients:
-        del loop_index
+    def start_gradients(self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> KernelGradients:
+        del zeros
         arrays = {"query": queries.query, **keys._asdict()}
         if given:  # the others begin in the kernels: zeros would be arrays that these read
             return KernelGradients(**{**dict.fromkeys(arrays), **given})

@@ -6,7 +6,7 @@ width of queries and keys, V width of values.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -165,19 +165,14 @@ def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Arra
 # The derivation of what follows stands in `_meeting.softmax`.
 
 
-def start_gradients(queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> Gradients:
-    """Returns the gradients of nothing but those given, for tiles of queries and of keys.
-
-    `loop_index` is that of a loop around.
-    """
-    dtype = accumulation_dtype(*queries, *keys)
-    # Zeros that depend on the loop, as far as compilers know: else these would keep an array of zeros through it.
-    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), loop_index))
+def start_gradients(queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> Gradients:
+    """Returns the gradients of nothing but those given, for tiles of queries and of keys: others begin as `zeros`."""
     # With rows last: else each tile of weights would have to be transposed for the product, not the queries beside it.
     last = lambda array: (*array.shape[:-2], array.shape[-1], array.shape[-2])
     shapes = {"query": queries.query.shape, "key": last(keys.key), "value": last(keys.value)}
-    zeros = {name: jnp.zeros_like(queries.query, dtype, shape) for name, shape in shapes.items() if name not in given}
-    return Gradients(**given, **{name: array + zero for name, array in zeros.items()})
+    begin = lambda shape, zero: jnp.zeros_like(queries.query, zero.dtype, shape) + zero
+    starts = {name: begin(shape, zero) for (name, shape), zero in zip(shapes.items(), zeros, strict=True)}
+    return Gradients(**(starts | given))
 
 
 @functools.partial(jax.jit, static_argnames="weighting")

@@ -4,7 +4,7 @@ Laid out as `tiles` has them: queries [I, B, C, K, G, R, H], keys [J, B, C, K, R
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 from einops import rearrange
 from jaxtyping import Array, Shaped
@@ -60,8 +60,8 @@ class Xla(Implementation):
     def finish(self, partial: Partial) -> tuple[Array, Array]:
         return tiles.finish(partial)
 
-    def start_gradients(self, queries: Queries, keys: Keys, loop_index: Any = 0, **given: Array) -> Gradients:
-        return tiles.start_gradients(queries, keys, loop_index, **given)
+    def start_gradients(self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> Gradients:
+        return tiles.start_gradients(queries, keys, zeros, **given)
 
     def backward(
         self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients

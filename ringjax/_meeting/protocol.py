@@ -1,6 +1,7 @@
 """The interface of implementations: what computes where rows of queries and of keys meet."""
 
 import abc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -120,8 +121,8 @@ class Implementation(abc.ABC):
         return jax.lax.index_in_dim(tiles, 0, self.width_axis, keepdims=False)
 
     @abc.abstractmethod
-    def start_gradients(self, queries: Any, keys: Keys, loop_index: Any = 0, **given: Array) -> Any:
-        """Returns the gradients of nothing but those given; `loop_index` is that of a loop around."""
+    def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array) -> Any:
+        """Returns the gradients of nothing but those given. Those of queries, keys and values may begin as `zeros`."""
 
     @abc.abstractmethod
     def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:

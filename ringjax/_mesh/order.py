@@ -36,18 +36,15 @@ def behind(arrays: Any, computed: Any) -> Any:
     return jax.lax.platform_dependent(arrays, computed, tpu=wait, default=lambda arrays, _: arrays)
 
 
-def zero_behind(array: Array) -> Array:
-    """Returns a zero of an array's dtype. On TPUs it depends on the array, so that what is made of it comes after it.
+def zeros_behind(arrays: Any, dtype: Any, count: int) -> tuple[Array, ...]:
+    """Returns so many zeros of which no compiler sees that they are: what is made of them comes after the arrays.
 
-    Their compiler takes barriers away before it decides on an order.
+    Of constants compilers make one array, long before it is needed, and a copy of it for each use. They take barriers
+    away before they decide on an order.
     """
-
-    def count(array: Array) -> Array:
-        return (jax.lax.population_count(_word(array)) >> 6).astype(array.dtype)  # no compiler sees that it is zero
-
-    varying = tuple(jax.typeof(array).manual_axis_type.varying)
-    zero = lambda array: jax.lax.pcast(jnp.zeros((), array.dtype), varying, to="varying")
-    return jax.lax.platform_dependent(array, tpu=count, default=zero)
+    words = [jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(arrays)]
+    bits = sum(words, jnp.uint32(0))
+    return tuple((bits >> (16 + number)).astype(dtype) for number in range(count))
 
 
 def _word(array: Array) -> Array:

@@ -48,16 +48,17 @@ def add_branches(
     plan: Plan,
     earlier: Any = None,
 ) -> Total:
-    """Adds what `compute(layout, arrays, earlier)` makes of arrays of tokens [B, n, ...] in each branch to a total.
+    """Adds what `compute(layout, arrays, total, earlier)` makes of arrays of tokens [B, n, ...] in each branch.
 
-    A branch sends only after the arrays `earlier` have arrived, and after the branch before it.
+    The total is that before the branch, which this may have to come after. A branch sends only after the arrays
+    `earlier` have arrived, and after the branch before it.
     """
     fused, is_first = [], True
     for number, schedule in enumerate(plan.schedules):
         layout = Layout(plan.rows(schedule), plan.implementation(schedule), addition.groups)
         compute_branch = functools.partial(compute, earlier=None if schedule.is_local else earlier)
         if schedule.traits.are_added_at_once and schedule.is_dense:
-            results = compute_branch(layout, arrays)
+            results = compute_branch(layout, arrays, total)
             fused.append((layout, results))
         else:
             add = addition.first if is_first else addition.one
@@ -83,7 +84,7 @@ def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total
 
 
 def _add_by_group(
-    compute: Callable[[Layout, Any], Any],
+    compute: Callable[[Layout, Any, Total], Any],
     add_results: Callable[[Layout, Total, Any], Total],
     layout: Layout,
     arrays: Any,
@@ -92,7 +93,7 @@ def _add_by_group(
 ) -> Total:
     """Adds a branch, group by group, so that only the rows of one group are copied, to a total of these dtypes."""
     side = layout.rows.side
-    add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays))
+    add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays, total))
     if side.num_groups == 1 or layout.rows.already_taken:
         return add(layout, arrays, total)
     size = side.shard_length // side.num_groups

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._meeting.softmax import accumulation_dtype, merge
-from ringjax._mesh.order import after, zero_behind
+from ringjax._mesh.order import after, zeros_behind
 from ringjax._ring.plan import Plan
 from ringjax._ring.shard import Shard, add_gradients, add_results
 
@@ -86,8 +86,9 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     context = _group_context(context, axes)
     batch_shape, heads = query.shape[:-3], query.shape[-2]
     cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
-    is_local = all(schedule.is_local for schedule in plan.schedules)
-    zero = zero_behind(lse) if is_local else jnp.zeros((), lse.dtype)
+    # To look at an array that a compiler cuts would be a collective.
+    is_seen = plan.placement.is_whole and all(schedule.is_local for schedule in plan.schedules)
+    (zero,) = zeros_behind(lse if is_seen else (), lse.dtype, 1)
     # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
     # that knew that the gradients begin as zeros would make these arrays long before they are needed.
     arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, zero))

@@ -20,7 +20,7 @@ def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
     implementation, plan = task.implementation, task.plan
     queries, keys, meeting = _meet(task)
-    grads = implementation.start_gradients(queries.arrays, keys.arrays)
+    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros())
     grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
     key_grad, value_grad = task.ways.scatter(tuple(keys_grad))

@@ -13,9 +13,9 @@ from jaxtyping import Array, Int, Shaped
 from ringjax._meeting.meeting import Noise, Slots, Tiles
 from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import Rows
-from ringjax._meeting.softmax import Keys
+from ringjax._meeting.softmax import Keys, accumulation_dtype
 from ringjax._meeting.strides import Combine, combined_dtype
-from ringjax._mesh.order import after
+from ringjax._mesh.order import after, zeros_behind
 from ringjax._ring.plan import Plan
 from ringjax._ring.ways import Moved, Ways
 from ringjax._schedule.schedule import BranchSchedule, Leg
@@ -129,7 +129,7 @@ class Task(NamedTuple):
     """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
 
     Where `is_branch_final`, nothing is added to the results of the branch: those that travel have the dtypes of the
-    caller's arrays.
+    caller's arrays. The `total` is that of the branches before.
     """
 
     queries: Operand
@@ -138,6 +138,7 @@ class Task(NamedTuple):
     plan: Plan
     earlier: Any = None
     is_branch_final: bool = False
+    total: Any = ()
 
     @property
     def schedule(self) -> BranchSchedule:
@@ -159,6 +160,16 @@ class Task(NamedTuple):
         if not self.is_branch_final:
             return tuple(results)
         return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
+
+    def zeros(self, hops: Any = 0, before: Any = ()) -> tuple[Array, ...]:
+        """Returns what sums of gradients begin as after so many hops, when the arrays `before` are there.
+
+        By default these are what the branch is given.
+        """
+        rows, tokens = self.queries.layout.rows, (*self.queries.tokens, *self.keys.tokens)
+        # To look at arrays that a compiler cuts would be a collective.
+        arrays = (before or (self.total, tokens)) if rows.is_whole else ()
+        return zeros_behind((rows.shard, hops, arrays), accumulation_dtype(*tokens), 3)
 
     def take(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are kept."""

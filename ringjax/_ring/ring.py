@@ -75,17 +75,19 @@ def backward(task: Task) -> Addends:
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
     see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
     see_keys = lambda *where: implementation.see_keys(task.slots(*where))
-    grads = implementation.start_gradients(queries.arrays, keys.arrays)
+    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros())
     own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
 
     def visit_keys(keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
-        grads = implementation.start_gradients(queries.arrays, keys.arrays, hops, key=keys_grad[0], value=keys_grad[1])
+        zeros, (key_grad, value_grad) = task.zeros(hops, keys_grad), keys_grad
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, key=key_grad, value=value_grad)
         meeting = _meet(task, see_queries(operand, queries, hops, direction), own, hops, direction)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
     def visit_queries(query_grad: Array, operand: Operand, keys: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
-        grads = implementation.start_gradients(queries.arrays, keys.arrays, hops, query=query_grad)
+        zeros = task.zeros(hops, (query_grad,))
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, query=query_grad)
         meeting = _meet(task, own, see_keys(operand, keys, hops, direction), hops, direction)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
