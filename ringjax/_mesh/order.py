@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def after(arrays: Any, earlier: Any) -> Any:
-    """Returns the arrays. On CPUs they are made to depend on those that are `earlier`, and so come after them."""
+def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
+    """Returns the arrays. On CPUs they are made to depend on those that are `earlier`, and so come after them.
+
+    So they are on TPUs where something copies them anyway, `is_copied`: elsewhere it would be a pass more.
+    """
     if not jax.tree.leaves(earlier):
         return arrays
 
@@ -25,7 +28,8 @@ def after(arrays: Any, earlier: Any) -> Any:
         is_there = sum(bits[1:], bits[0]) <= 32 * len(bits)
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
-    return jax.lax.platform_dependent(arrays, earlier, cpu=wait, default=lambda arrays, _: arrays)
+    ways = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
+    return jax.lax.platform_dependent(arrays, earlier, **ways, default=lambda arrays, _: arrays)
 
 
 def behind(arrays: Any, computed: Any) -> Any:

@@ -173,7 +173,9 @@ class Task(NamedTuple):
 
     def take(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are kept."""
-        return after(operand.take(), self.earlier)
+        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on.
+        is_copied = self.schedule.is_balanced and operand.layout.rows.is_whole
+        return after(operand.take(), self.earlier, is_copied=is_copied)
 
     def take_swapped(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are computed."""
