@@ -105,7 +105,14 @@ FOLDERS = {
     "_decoding": ({"_definition", "_mesh", "_meeting"}, {"cache": set(), "decode": {"cache"}}),
     "_forecast": (
         {"_definition", "_schedule", "_meeting", "_kernels"},
-        {"call": set(), "machine": set(), "memory": set(), "forecast": {"call", "machine", "memory"}},
+        {
+            "call": set(),
+            "exchanged": set(),
+            "kept": set(),
+            "machine": set(),
+            "memory": {"exchanged", "kept"},
+            "forecast": {"call", "kept", "machine", "memory"},
+        },
     ),
     "": (
         {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_ring", "_decoding", "_forecast"},
@@ -141,7 +148,8 @@ ROOFS = {"__init__", "__main__"}
 UPWARDS = {"_definition/pattern": "ringjax._planner.pictures"}
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
-WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]} | {"_forecast/machine", "_forecast/memory"}
+WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]}
+WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "kept", "machine", "memory")}
 WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
 WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
 WITH_AXES |= {"_planner/measure", "_planner/compiled"}

@@ -1,0 +1,119 @@
+"""The bytes that branches keep which exchange all tokens for heads, on GPUs: their compiler takes branches in turn.
+
+No factor is fitted: arrays are counted as the compiler has them, who frees each when it was read last.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ringjax._schedule.cost import Work
+from ringjax._schedule.schedule import BranchSchedule, Schedules
+
+
+def exchanges_all(schedule: BranchSchedule) -> bool:
+    """Whether a branch exchanges all tokens, and has all that it needs then."""
+    return schedule.exchange_size > 1 and schedule.is_local and not schedule.exchanges_rows
+
+
+class Exchanged(NamedTuple):
+    """Branches that exchange all tokens, once for all of them; `tiles` are the bytes of a tile of logits of each."""
+
+    work: Work
+    schedules: Schedules
+    tiles: Sequence[float]
+    has_gradient: bool
+
+    @property
+    def bytes(self) -> float:
+        """The bytes at the peak: while tokens are exchanged, in a branch, or while results return."""
+        of_branches = (self._in_turn(number) for number in range(len(self.schedules)))
+        return max(self._coming(), self._returning(), *of_branches)
+
+    @property
+    def _queries(self) -> int:
+        """The bytes of the queries of a device's own tokens."""
+        work = self.work
+        return work.batch * self._length * work.num_heads * work.width * work.itemsize
+
+    @property
+    def _length(self) -> int:
+        return self.schedules[0].of_devices().queries.shard_length
+
+    @property
+    def _keys(self) -> int:
+        """The bytes of its keys and values, repeated where they are too few for all members."""
+        work, size = self.work, self.schedules[0].exchange_size
+        length = self.schedules[0].of_devices().keys.shard_length
+        return work.batch * length * work.local_heads(size) * size * work.kv_bytes
+
+    @property
+    def _tokens(self) -> int:
+        """The bytes of all that is exchanged."""
+        residuals = max(self.work.residual_bytes([schedule]) for schedule in self.schedules)
+        of_queries = self.has_gradient * self.work.batch * self._length * self.work.num_heads * residuals
+        return self._queries + of_queries + self._keys
+
+    def _coming(self) -> int:
+        """What is exchanged, and what is sent last of it."""
+        if not self.has_gradient:
+            return self._tokens + self._queries
+        # Keys that are repeated are sent from an array of their own.
+        return self._tokens + 2 * self._queries + self._repeats * self._keys
+
+    def _in_turn(self, number: int) -> float:
+        """What is there while a branch is computed: its rows and results, and what others need and have left."""
+        before, schedule, behind = self.schedules[:number], self.schedules[number], self.schedules[number + 1 :]
+        copies, own, left = self._copies(schedule), self._own(schedule), sum(map(self._results, before))
+        return self._for_others(before, schedule, behind) + copies + own + self.tiles[number] + left
+
+    def _for_others(self, before: Schedules, schedule: BranchSchedule, behind: Schedules) -> float:
+        """What is there of the tokens, and of rows of later branches that are taken early."""
+        tokens, early = self._tokens, sum(self._copies(later) for later in behind if _takes_rows(later))
+        if not self._copies(schedule):  # it reads the tokens themselves
+            return tokens + early
+        rest = min(tokens, early) if all(map(_takes_rows, behind)) else tokens
+        is_of_tiles = [one.traits.copies_arguments for one in (*before, schedule)]
+        # Tiles may be computed before what else is to come first: a mean of both cases.
+        return max(rest, tokens / 2) if is_of_tiles[-1] and not all(is_of_tiles) else rest
+
+    def _copies(self, schedule: BranchSchedule) -> int:
+        """The bytes of rows that are copied before a branch is computed."""
+        is_read_in_place = schedule.branch.keeps_all and schedule.queries.chunks != "residues"
+        if is_read_in_place and schedule.queries.is_full and not schedule.traits.copies_arguments:
+            return 0
+        row = self.work.row_bytes(schedule)
+        of_query = row.queries if self.has_gradient else self.work.query_row(schedule)
+        return schedule.queries.num_slots * of_query + schedule.keys.num_slots * row.keys
+
+    def _own(self, schedule: BranchSchedule) -> int:
+        """The bytes of a branch's results beside those arrays of the caller's that may hold them already."""
+        results = self._results(schedule)
+        if schedule.traits.copies_arguments:  # sums, in more bits than the caller's
+            return results
+        if not schedule.queries.is_full:  # those of rows that are none are taken away
+            return 2 * results
+        return results - (results if self.has_gradient and not self._repeats else self._queries)
+
+    @property
+    def _repeats(self) -> bool:
+        return self.work.repeats_heads(self.schedules[0].exchange_size)
+
+    def _results(self, schedule: BranchSchedule) -> int:
+        """The bytes of what a branch computes."""
+        row, work = self.work.row_bytes(schedule), self.work
+        sums = schedule.queries.num_slots * row.query_grad
+        if self.has_gradient:
+            sums += schedule.keys.num_slots * row.keys_grad
+        return sums if schedule.traits.copies_arguments else sums * work.itemsize // work.sum_itemsize
+
+    def _returning(self) -> int:
+        """What is sent and comes of gradients of repeated keys, in the bits of sums, beside those of queries."""
+        if not (self.has_gradient and self._repeats):
+            return 0
+        return 2 * self._keys * self.work.sum_itemsize // self.work.itemsize + self._queries
+
+
+def _takes_rows(schedule: BranchSchedule) -> bool:
+    """Whether some rows are taken of the tokens, or all in another order."""
+    is_sorted = schedule.queries.chunks == "residues"
+    return not schedule.traits.copies_arguments and (is_sorted or not schedule.branch.keeps_all)

@@ -1,0 +1,287 @@
+"""The bytes that one branch keeps beside arguments and results, by count: its rows, what comes by, and their sums.
+
+Compilers copy, and begin early what travels. The factors here come near to what they chose in some 300 random programs
+for H100s, and 200 for a v5e.
+"""
+
+from typing import NamedTuple
+
+from ringjax._schedule.cost import RowBytes, Work
+from ringjax._schedule.schedule import BranchSchedule
+
+# How often rows that stay are there, where they are laid out anew beside the arguments.
+_COPIED = 1, 1.4
+# How much of the arguments the backward copies where nothing travels.
+_COPIED_OF_ARGUMENTS = 0.3
+# How much of those that stay in a loop is not copied.
+_GIVEN_TO_LOOPS = 0.65
+# How often sums of the tokens of all groups of segments are there: with rows before their width, and last.
+_SUMS_OF_GROUPS = 2, 1
+# How often queries are there for the gradient where all tokens are exchanged: with rows before their width, and last.
+_ALL_EXCHANGED = 4.9, 4.2
+# How much of what is laid out is so where rows are last: compilers then have the caller's arrays so too.
+_ROWS_LAST = 0.7
+# How often rows that were exchanged for a local branch are there, and those of which XLA's tiles make copies.
+_EXCHANGED, _EXCHANGED_FOR_TILES = 0.5, 1.2
+# Of more pairs lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
+# more is laid out then, and how much more there is of what was gathered.
+_PAIRS_IN_ONE_LIST, _IN_BANDS, _GATHERED_IN_BANDS = 2**36, 1.2, 2
+# How often sums of keys and values are there among which rows are put.
+_PUT_AMONG = 0.75
+# How much of the rows that stay is there once more where they are sorted.
+_SORTED = 0.65
+# How often the logits of a tile are there, with what becomes of them.
+_LOGITS = 1.6, 3.2
+
+
+class Factors(NamedTuple):
+    """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
+
+    lanes: int  # heads whose width is no multiple of it are narrow
+    # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
+    # copies some, and rows that were taken.
+    laid_out: tuple[float, float] | None
+    travelling: tuple[float, float]  # what stays and what comes by in a ring
+    neighbours: tuple[float, float]  # the same along hops
+    halo: tuple[float, float]
+    one_rotation: float  # what comes by where nothing rotates on: in a loop it is there twice
+    # Queries beside which keys and values of whole segments are gathered; these, and their sums, with the gradient.
+    gathered: tuple[float, float, float]
+    # Of what a branch keeps, the share that is there as well when the one that keeps most is computed: of those with
+    # neighbours, which are on their way from the beginning, of such ones in XLA's tiles, of those that exchange all
+    # tokens, and of others; and the most of any of these where that one gathers keys.
+    share_of_neighbours: tuple[float, float]
+    share_of_tiles: float
+    share_exchanged: float
+    share: float
+    share_beside_gathered: float
+    sums: float  # those of all tokens, to which branches are added one by one; and where they exchange tokens
+    sums_exchanged: float
+    vector_memory: tuple[int, int]  # bytes that find room beside the main memory: where nothing is sent, and else
+
+
+# CPUs are counted as GPUs are.
+ON_GPUS = Factors(
+    lanes=1,
+    laid_out=None,
+    travelling=(1, 1),
+    neighbours=(1, 0.97),
+    halo=(1.15, 1.25),
+    one_rotation=0.75,
+    gathered=(0.7, 0.7, 0.8),
+    share_of_neighbours=(0.75, 0.9),
+    share_of_tiles=0.3,
+    share_exchanged=0.05,
+    share=0.72,
+    share_beside_gathered=0.35,
+    sums=0.65,
+    sums_exchanged=0,
+    vector_memory=(0, 0),
+)
+# Kernels for TPUs read heads that lie apart, and branches wait for each other.
+ON_TPUS = Factors(
+    lanes=128,
+    laid_out=(0.7, 2.3),
+    travelling=(0.7, 1.1),
+    neighbours=(0.7, 1.1),
+    halo=(1.15, 1.15),
+    one_rotation=0.9,
+    gathered=(1, 0.65, 0.9),
+    share_of_neighbours=(0.2, 0.3),
+    share_of_tiles=0.3,
+    share_exchanged=0.125,
+    share=0.2,
+    share_beside_gathered=1,
+    sums=0.53,
+    sums_exchanged=1,
+    vector_memory=(96 * 2**20, 40 * 2**20),
+)
+
+
+class Kept(NamedTuple):
+    """What a branch keeps at its peak: rows as they are computed, those that come by, sums, and what is exchanged."""
+
+    work: Work
+    schedule: BranchSchedule
+    factors: Factors
+    has_gradient: bool
+
+    @property
+    def bytes(self) -> float:
+        """The bytes of all of it."""
+        return self._computing() + self._exchanged() + self.tiles + self._put_among()
+
+    @property
+    def sums(self) -> float:
+        """The bytes of sums of all tokens, where branches are added to them one by one."""
+        work, schedule = self.work, self.schedule
+        if schedule.traits.are_added_at_once:
+            return 0
+        numbers = self._tokens() // work.itemsize
+        if not self.has_gradient:
+            numbers = work.batch * schedule.of_devices().queries.shard_length * work.num_heads * work.value_width
+        factor = self.factors.sums if schedule.exchange_size == 1 else self.factors.sums_exchanged
+        return factor * numbers * work.sum_itemsize
+
+    @property
+    def row(self) -> RowBytes:
+        """The bytes of a slot: of arrays, and of sums under way."""
+        row = self.work.row_bytes(self.schedule)
+        if self.has_gradient:
+            return row
+        heads, _ = self.work.heads_of(self.schedule)
+        sums = self.work.batch * heads * self.work.value_width * self.work.sum_itemsize
+        return RowBytes(self.work.query_row(self.schedule), row.keys, sums, 0)
+
+    @property
+    def _kv_heads(self) -> int:
+        """The key/value heads of a device's own tokens, repeated where they are exchanged and too few."""
+        return self.work.local_heads(self.schedule.exchange_size) * self.schedule.exchange_size
+
+    def _computing(self) -> float:
+        schedule = self.schedule
+        if schedule.is_local:
+            return self._local()
+        if schedule.is_gathered:
+            return self._gathered()
+        factors = self.factors.travelling if schedule.is_closed else self.factors.neighbours
+        return self._travelling() * factors[self.has_gradient]
+
+    @property
+    def _rows_last(self) -> bool:
+        """Whether rows are behind their width, as in the caller's arrays: those of narrow heads, a stride apart."""
+        schedule = self.schedule
+        return self._is_narrow and schedule.queries.is_strided and schedule.keys.is_strided
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.work.width % self.factors.lanes != 0
+
+    @property
+    def _is_in_bands(self) -> bool:
+        """Whether a list of all tiles that meet is too long for kernels for TPUs."""
+        schedule, gathers = self.schedule, self.schedule.gather_size if self.schedule.is_gathered else 1
+        pairs = schedule.queries.num_slots * schedule.keys.num_slots * gathers
+        return self.factors.laid_out is not None and pairs > _PAIRS_IN_ONE_LIST
+
+    def _put_among(self) -> float:
+        """Sums of all keys and values among which kernels put rows of narrow heads, where halos are added to them."""
+        schedule, work = self.schedule, self.work
+        is_put = self._is_narrow and not schedule.branch.keeps_all and not schedule.is_local and not schedule.is_closed
+        numbers = (self._tokens() - self._queries()) / work.itemsize
+        return is_put * self.has_gradient * _PUT_AMONG * numbers * work.sum_itemsize
+
+    def _tokens(self) -> int:
+        """The queries, keys and values of a device."""
+        one, work = self.schedule.of_devices(), self.work
+        of_keys = one.keys.shard_length * self._kv_heads * (work.width + work.value_width)
+        return self._queries() + work.batch * of_keys * work.itemsize
+
+    def _queries(self) -> int:
+        """The queries of a device."""
+        work = self.work
+        return (
+            work.batch * self.schedule.of_devices().queries.shard_length * work.num_heads * work.width * work.itemsize
+        )
+
+    def _local(self) -> float:
+        """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
+        schedule, row = self.schedule, self.row
+        if self.factors.laid_out is not None:
+            return self._laid_out(self.factors.laid_out[self.has_gradient])
+        rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
+        is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
+        return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if is_whole else rows
+
+    def _laid_out(self, laid_out: float) -> float:
+        """Rows that are laid out anew: those of all tokens so often."""
+        schedule, keeps_all = self.schedule, self.schedule.branch.keeps_all
+        if self.has_gradient and schedule.exchange_size > 1 and keeps_all:
+            return (_IN_BANDS if self._is_in_bands else 1) * _ALL_EXCHANGED[self._rows_last] * self._queries()
+        if self._rows_last:
+            laid_out *= _ROWS_LAST
+        if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
+            sums = 0 if keeps_all or self.work.has_one_branch else _SUMS_OF_GROUPS[self._rows_last]
+            laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
+            if schedule.exchange_size > 1 and not schedule.exchanges_rows:
+                laid_out = 1 + (laid_out - 1) / schedule.branch.offset_rate  # the tokens once, and rows of them
+        if schedule.exchanges_rows:
+            laid_out /= schedule.branch.offset_rate
+        return max(laid_out * self._tokens(), self._own_sums())
+
+    def _own_sums(self) -> int:
+        """The sums of queries that are not exchanged, of all tokens, though groups of segments come one by one."""
+        work, schedule = self.work, self.schedule
+        if schedule.exchange_size > 1 or not self.has_gradient or self._rows_last:
+            return 0
+        if work.has_one_branch:  # in their own dtype, and put where the results are
+            return schedule.branch.keeps_all * self._queries()
+        return work.batch * schedule.queries.shard_length * work.num_heads * work.width * work.sum_itemsize
+
+    def _gathered(self) -> float:
+        """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
+        schedule, row = self.schedule, self.row
+        of_queries, of_rows, of_sums = self.factors.gathered
+        of_sums *= 1.35 if schedule.traits.rows_last else 1  # some are laid out anew
+        of_key = of_rows * row.keys + of_sums * row.keys_grad if self.has_gradient else 1.5 * row.keys
+        of_key *= _GATHERED_IN_BANDS if self._is_in_bands else 1
+        stay = schedule.queries.num_slots * (of_queries * row.queries + row.query_grad)
+        return stay + schedule.gather_size * schedule.keys.num_slots * of_key
+
+    def _travelling(self) -> float:
+        """The side that stays with its sums, and what comes by with its own: twice in a loop, which needs the next."""
+        schedule, row = self.schedule, self.row
+        sides = (
+            (schedule.queries, schedule.query_legs, row.queries, row.query_grad),
+            (schedule.keys, schedule.key_legs, row.keys, row.keys_grad),
+        )
+        do_queries = self.has_gradient and schedule.queries_travel
+        (stays, _, rows, of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
+        come_by, rotations = own + sums, max(leg.rotations for leg in legs)
+        are_copied = schedule.traits.copies_arguments or (self.factors.laid_out is not None and not self._rows_last)
+        copies = _COPIED[self.has_gradient] if schedule.traits.copies_arguments else 1
+        kept = stays.num_slots * (copies * rows + of_stays)
+        if not schedule.is_closed:
+            if schedule.queries.chunks == "residues" and not are_copied:
+                kept += _SORTED * stays.num_slots * rows
+            if self._rows_last:
+                kept -= stays.num_slots * rows
+            # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
+            halo = self.factors.halo[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
+            kept += side.num_slots * own + halo * come_by
+        if schedule.is_closed and schedule.branch.keeps_all and not (schedule.is_balanced or are_copied):
+            # The arguments themselves, some of which a loop copies.
+            kept -= stays.num_slots * rows * (1 if rotations == 1 else _GIVEN_TO_LOOPS)
+        if rotations > 1:
+            # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
+            is_swapped = schedule.is_balanced and schedule.branch.keeps_all
+            kept += is_swapped * 2 * schedule.queries.num_slots * self.work.query_row(schedule)
+            return kept + 2 * side.num_slots * come_by
+        return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
+
+    def _exchanged(self) -> float:
+        """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it."""
+        schedule, work = self.schedule, self.work
+        is_ring = not schedule.is_local and schedule.is_closed and max(leg.rotations for leg in schedule.key_legs) > 1
+        if schedule.exchange_size == 1 or is_ring or (schedule.is_local and self.factors.laid_out is not None):
+            return 0
+        one = schedule.of_devices()
+        tokens = lambda side: side.num_slots if schedule.exchanges_rows else side.shard_length
+        result = work.width if self.has_gradient else work.value_width
+        of_query = work.num_heads * (work.width + result) * work.itemsize
+        of_query += work.num_heads * work.residual_bytes([schedule]) * self.has_gradient
+        of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
+        exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
+        if not schedule.is_local:
+            return exchanged / 2
+        return (_EXCHANGED_FOR_TILES if schedule.traits.copies_arguments else _EXCHANGED) * exchanged
+
+    @property
+    def tiles(self) -> float:
+        """The bytes of tiles of pairs that XLA computes one after the other: logits and what becomes of them."""
+        schedule = self.schedule
+        if not schedule.traits.keeps_logits:
+            return 0
+        heads, _ = self.work.heads_of(schedule)
+        pairs = schedule.queries.chunks_per_tile * schedule.queries.block_rows * schedule.keys.block_rows
+        return _LOGITS[self.has_gradient] * self.work.batch * heads * pairs * self.work.sum_itemsize
