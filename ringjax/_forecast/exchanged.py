@@ -1,6 +1,6 @@
-"""The bytes that branches keep which exchange all tokens for heads, on GPUs: their compiler takes branches in turn.
+"""The bytes that branches keep which exchange all their tokens for heads: their compilers take branches in turn.
 
-No factor is fitted: arrays are counted as the compiler has them, who frees each when it was read last.
+Arrays are counted as compilers have them, who free each when it was read last.
 """
 
 from collections.abc import Sequence
@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
+
+# The bytes that most often are in a TPU's vector memory at the peak, and the share of all that is not there.
+_IN_VECTOR_MEMORY, _ELSEWHERE = 48 * 2**20, 0.2
 
 
 def exchanges_all(schedule: BranchSchedule) -> bool:
@@ -24,27 +27,52 @@ class Exchanged(NamedTuple):
     has_gradient: bool
 
     @property
-    def bytes(self) -> float:
+    def on_gpus(self) -> float:
         """The bytes at the peak: while tokens are exchanged, in a branch, or while results return."""
         of_branches = (self._in_turn(number) for number in range(len(self.schedules)))
         return max(self._coming(), self._returning(), *of_branches)
 
     @property
-    def _queries(self) -> int:
-        """The bytes of the queries of a device's own tokens."""
-        work = self.work
-        return work.batch * self._length * work.num_heads * work.width * work.itemsize
+    def on_tpus(self) -> float:
+        """The same: each branch is added to sums of all tokens."""
+        first, *others = self.schedules
+        itemsize = self.work.itemsize if self.work.has_one_branch else self.work.sum_itemsize
+        # The results of the first branch become the sums.
+        own = max(self._of_group(schedule, itemsize) for schedule in (others or [first]))
+        sums = (self._queries + self.has_gradient * self._keys) * itemsize // self.work.itemsize if others else 0
+        # Arrays that the caller gets are not there yet.
+        of_caller = self._queries + self.has_gradient * self.work.batch * self._key_length * self._key_bytes(1)
+        held = self._tokens + self._queries + sums + own - of_caller
+        return max(held - _IN_VECTOR_MEMORY, _ELSEWHERE * held)
+
+    def _of_group(self, schedule: BranchSchedule, itemsize: int) -> int:
+        """The bytes of the results of a group of segments, and of rows with empty ones where segments are not whole."""
+        is_padded = schedule.branch.keeps_all and not schedule.queries.is_full
+        return self._results(schedule, itemsize) // schedule.queries.num_groups + is_padded * self._rows(schedule)
+
+    # Sizes: of all tokens of a device, with heads that are repeated where they are too few for all members.
 
     @property
     def _length(self) -> int:
         return self.schedules[0].of_devices().queries.shard_length
 
     @property
+    def _key_length(self) -> int:
+        return self.schedules[0].of_devices().keys.shard_length
+
+    @property
+    def _queries(self) -> int:
+        """The bytes of queries."""
+        work = self.work
+        return work.batch * self._length * work.num_heads * work.width * work.itemsize
+
+    def _key_bytes(self, exchange_size: int) -> int:
+        return self.work.local_heads(exchange_size) * exchange_size * self.work.kv_bytes
+
+    @property
     def _keys(self) -> int:
-        """The bytes of its keys and values, repeated where they are too few for all members."""
-        work, size = self.work, self.schedules[0].exchange_size
-        length = self.schedules[0].of_devices().keys.shard_length
-        return work.batch * length * work.local_heads(size) * size * work.kv_bytes
+        """The bytes of keys and values."""
+        return self.work.batch * self._key_length * self._key_bytes(self.schedules[0].exchange_size)
 
     @property
     def _tokens(self) -> int:
@@ -63,7 +91,7 @@ class Exchanged(NamedTuple):
     def _in_turn(self, number: int) -> float:
         """What is there while a branch is computed: its rows and results, and what others need and have left."""
         before, schedule, behind = self.schedules[:number], self.schedules[number], self.schedules[number + 1 :]
-        copies, own, left = self._copies(schedule), self._own(schedule), sum(map(self._results, before))
+        copies, own, left = self._copies(schedule), self._own(schedule), sum(map(self._kept_results, before))
         return self._for_others(before, schedule, behind) + copies + own + self.tiles[number] + left
 
     def _for_others(self, before: Schedules, schedule: BranchSchedule, behind: Schedules) -> float:
@@ -81,13 +109,16 @@ class Exchanged(NamedTuple):
         is_read_in_place = schedule.branch.keeps_all and schedule.queries.chunks != "residues"
         if is_read_in_place and schedule.queries.is_full and not schedule.traits.copies_arguments:
             return 0
+        return self._rows(schedule)
+
+    def _rows(self, schedule: BranchSchedule) -> int:
         row = self.work.row_bytes(schedule)
         of_query = row.queries if self.has_gradient else self.work.query_row(schedule)
         return schedule.queries.num_slots * of_query + schedule.keys.num_slots * row.keys
 
     def _own(self, schedule: BranchSchedule) -> int:
         """The bytes of a branch's results beside those arrays of the caller's that may hold them already."""
-        results = self._results(schedule)
+        results = self._kept_results(schedule)
         if schedule.traits.copies_arguments:  # sums, in more bits than the caller's
             return results
         if not schedule.queries.is_full:  # those of rows that are none are taken away
@@ -98,13 +129,18 @@ class Exchanged(NamedTuple):
     def _repeats(self) -> bool:
         return self.work.repeats_heads(self.schedules[0].exchange_size)
 
-    def _results(self, schedule: BranchSchedule) -> int:
-        """The bytes of what a branch computes."""
-        row, work = self.work.row_bytes(schedule), self.work
+    def _kept_results(self, schedule: BranchSchedule) -> int:
+        """The bytes of a branch's results: in the dtype of the caller's arrays, but for sums of tiles."""
+        work = self.work
+        return self._results(schedule, work.sum_itemsize if schedule.traits.copies_arguments else work.itemsize)
+
+    def _results(self, schedule: BranchSchedule, itemsize: int) -> int:
+        """The bytes of what a branch computes, in numbers of such a size."""
+        row = self.work.row_bytes(schedule)
         sums = schedule.queries.num_slots * row.query_grad
         if self.has_gradient:
             sums += schedule.keys.num_slots * row.keys_grad
-        return sums if schedule.traits.copies_arguments else sums * work.itemsize // work.sum_itemsize
+        return sums * itemsize // self.work.sum_itemsize
 
     def _returning(self) -> int:
         """What is sent and comes of gradients of repeated keys, in the bits of sums, beside those of queries."""

@@ -17,15 +17,13 @@ _COPIED_OF_ARGUMENTS = 0.3
 _GIVEN_TO_LOOPS = 0.65
 # How often sums of the tokens of all groups of segments are there: with rows before their width, and last.
 _SUMS_OF_GROUPS = 2, 1
-# How often queries are there for the gradient where all tokens are exchanged: with rows before their width, and last.
-_ALL_EXCHANGED = 4.9, 4.2
 # How much of what is laid out is so where rows are last: compilers then have the caller's arrays so too.
 _ROWS_LAST = 0.7
 # How often rows that were exchanged for a local branch are there, and those of which XLA's tiles make copies.
 _EXCHANGED, _EXCHANGED_FOR_TILES = 0.5, 1.2
 # Of more pairs lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
-# more is laid out then, and how much more there is of what was gathered.
-_PAIRS_IN_ONE_LIST, _IN_BANDS, _GATHERED_IN_BANDS = 2**36, 1.2, 2
+# more there is then of what was gathered.
+_PAIRS_IN_ONE_LIST, _GATHERED_IN_BANDS = 2**36, 2
 # How often sums of keys and values are there among which rows are put.
 _PUT_AMONG = 0.75
 # How much of the rows that stay is there once more where they are sorted.
@@ -196,15 +194,11 @@ class Kept(NamedTuple):
     def _laid_out(self, laid_out: float) -> float:
         """Rows that are laid out anew: those of all tokens so often."""
         schedule, keeps_all = self.schedule, self.schedule.branch.keeps_all
-        if self.has_gradient and schedule.exchange_size > 1 and keeps_all:
-            return (_IN_BANDS if self._is_in_bands else 1) * _ALL_EXCHANGED[self._rows_last] * self._queries()
         if self._rows_last:
             laid_out *= _ROWS_LAST
         if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
             sums = 0 if keeps_all or self.work.has_one_branch else _SUMS_OF_GROUPS[self._rows_last]
             laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
-            if schedule.exchange_size > 1 and not schedule.exchanges_rows:
-                laid_out = 1 + (laid_out - 1) / schedule.branch.offset_rate  # the tokens once, and rows of them
         if schedule.exchanges_rows:
             laid_out /= schedule.branch.offset_rate
         return max(laid_out * self._tokens(), self._own_sums())

@@ -45,7 +45,7 @@ class _Held(NamedTuple):
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
     """What branches keep, of which some are under way at once, and what they are added to."""
     of_branches = {_pairs_of(work, schedule): schedule for schedule in schedules}.values()
-    in_turn = [factors.laid_out is None and exchanges_all(schedule) for schedule in of_branches]
+    in_turn = [exchanges_all(schedule) for schedule in of_branches]
     kept = [Kept(work, schedule, factors, has_gradient) for schedule in of_branches]
     held = [
         _Held(one.bytes, _share(one.schedule, factors, has_gradient), one.sums, one.schedule.is_gathered)
@@ -53,7 +53,9 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     ]
     for part in exchanged_together(itertools.compress(of_branches, in_turn)):
         tiles = [one.tiles for one in kept if one.schedule in part]
-        held.append(_Held(Exchanged(work, part, tiles, has_gradient).bytes, factors.share_exchanged))
+        exchanged = Exchanged(work, part, tiles, has_gradient)
+        num_bytes = exchanged.on_gpus if factors.laid_out is None else exchanged.on_tpus
+        held.append(_Held(num_bytes, factors.share_exchanged))
     most, *others = sorted(held, reverse=True)
     most_share = factors.share_beside_gathered if most.is_gathered else 1
     keep = most.bytes + sum(min(one.share, most_share) * one.bytes for one in others)
