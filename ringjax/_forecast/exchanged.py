@@ -9,9 +9,6 @@ from typing import NamedTuple
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
-# The bytes that most often are in a TPU's vector memory at the peak, and the share of all that is not there.
-_IN_VECTOR_MEMORY, _ELSEWHERE = 48 * 2**20, 0.2
-
 
 def exchanges_all(schedule: BranchSchedule) -> bool:
     """Whether a branch exchanges all tokens, and has all that it needs then."""
@@ -42,8 +39,7 @@ class Exchanged(NamedTuple):
         sums = (self._queries + self.has_gradient * self._keys) * itemsize // self.work.itemsize if others else 0
         # Arrays that the caller gets are not there yet.
         of_caller = self._queries + self.has_gradient * self.work.batch * self._key_length * self._key_bytes(1)
-        held = self._tokens + self._queries + sums + own - of_caller
-        return max(held - _IN_VECTOR_MEMORY, _ELSEWHERE * held)
+        return self._tokens + self._queries + sums + own - of_caller
 
     def _of_group(self, schedule: BranchSchedule, itemsize: int) -> int:
         """The bytes of the results of a group of segments, and of rows with empty ones where segments are not whole."""

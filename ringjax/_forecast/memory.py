@@ -24,13 +24,20 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     """
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    beside = _beside(work, schedules, factors, has_gradient)
-    # The vector memory takes most of so much, and less of what is more than that: nothing where there is twice as much.
-    sends = any(not schedule.is_local or schedule.exchange_size > 1 for schedule in schedules)
-    room = factors.vector_memory[sends]
-    if beside < 2 * room:
-        beside = max(2 * (beside - room), _NOT_IN_VECTOR_MEMORY[sends] * beside)
+    beside = _in_main_memory(_beside(work, schedules, factors, has_gradient), schedules, factors)
     return (arguments + results) * work.itemsize + round(beside)
+
+
+def _in_main_memory(beside: float, schedules: Schedules, factors: Factors) -> float:
+    """What the vector memory does not take: it takes most of so much as it has room for.
+
+    It takes less of what is more than that, and nothing where there is twice as much; of exchanged tokens always some.
+    """
+    sends = any(not schedule.is_local or schedule.exchange_size > 1 for schedule in schedules)
+    room, least = factors.vector_memory[sends], _NOT_IN_VECTOR_MEMORY[sends] * beside
+    if any(map(exchanges_all, schedules)):
+        return max(beside - room, least)
+    return max(2 * (beside - room), least) if beside < 2 * room else beside
 
 
 class _Held(NamedTuple):
