@@ -295,7 +295,7 @@ def test_memory_by_kernels_for_tpus(pattern):
         peak(name="v5e:2x4", length=2**19, pattern=pattern, implementation=name, has_cotangent=True)
         for name in ("mosaic", "xla")
     )
-    assert by_kernels <= by_tiles
+    assert by_kernels <= by_tiles <= 25
 
 
 @pytest.mark.slow

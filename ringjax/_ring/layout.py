@@ -167,14 +167,19 @@ class Task(NamedTuple):
         By default these are what the branch is given.
         """
         rows, tokens = self.queries.layout.rows, (*self.queries.tokens, *self.keys.tokens)
-        # To look at arrays that a compiler cuts would be a collective.
-        arrays = (before or (self.total, tokens)) if rows.is_whole else ()
-        return zeros_behind((rows.shard, hops, arrays), accumulation_dtype(*tokens), 3)
+        where, begin = (rows.shard, hops), lambda given: zeros_behind(given, accumulation_dtype(*tokens), 3)
+        if not rows.is_whole:  # to look at arrays that a compiler cuts would be a collective
+            return begin(where)
+        # Arrays that are looked at are laid out in other ways by a TPU's compiler.
+        given = where, before or (self.total, tokens)
+        return jax.lax.platform_dependent(given, tpu=lambda given: begin(given[0]), default=begin)
 
     def take(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are kept."""
-        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on.
-        is_copied = self.schedule.is_balanced and operand.layout.rows.is_whole
+        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on,
+        # but for branches that wait for each other anyway.
+        is_only = len(self.plan.schedules) == 1
+        is_copied = is_only and self.schedule.is_balanced and operand.layout.rows.is_whole
         return after(operand.take(), self.earlier, is_copied=is_copied)
 
     def take_swapped(self, operand: Operand) -> Tiles:
