@@ -40,15 +40,27 @@ def behind(arrays: Any, computed: Any) -> Any:
     return jax.lax.platform_dependent(arrays, computed, tpu=wait, default=lambda arrays, _: arrays)
 
 
-def zeros_behind(arrays: Any, dtype: Any, count: int) -> tuple[Array, ...]:
+def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple[Array, ...]:
     """Returns so many zeros of which no compiler sees that they are: what is made of them comes after the arrays.
 
     Of constants compilers make one array, long before it is needed, and a copy of it for each use. They take barriers
-    away before they decide on an order.
+    away before they decide on an order. Elsewhere than on TPUs it comes after `others` as well: these lay out anew what
+    is looked at.
     """
-    words = [jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(arrays)]
-    bits = sum(words, jnp.uint32(0))
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves((arrays, others))))
+
+    def count_bits(*trees: Any) -> Array:
+        words = [jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(trees)]
+        bits = sum(words, jnp.uint32(0))
+        return jax.lax.pcast(bits, tuple(axes - _varying_axes(bits)), to="varying")
+
+    few = lambda arrays, others: count_bits(arrays)
+    bits = jax.lax.platform_dependent(arrays, others, tpu=few, default=count_bits) if others else count_bits(arrays)
     return tuple((bits >> (16 + number)).astype(dtype) for number in range(count))
+
+
+def _varying_axes(array: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def _word(array: Array) -> Array:

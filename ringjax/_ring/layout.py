@@ -167,12 +167,9 @@ class Task(NamedTuple):
         By default these are what the branch is given.
         """
         rows, tokens = self.queries.layout.rows, (*self.queries.tokens, *self.keys.tokens)
-        where, begin = (rows.shard, hops), lambda given: zeros_behind(given, accumulation_dtype(*tokens), 3)
-        if not rows.is_whole:  # to look at arrays that a compiler cuts would be a collective
-            return begin(where)
-        # Arrays that are looked at are laid out in other ways by a TPU's compiler.
-        given = where, before or (self.total, tokens)
-        return jax.lax.platform_dependent(given, tpu=lambda given: begin(given[0]), default=begin)
+        # To look at arrays that a compiler cuts would be a collective.
+        arrays = (before or (self.total, tokens)) if rows.is_whole else ()
+        return zeros_behind((rows.shard, hops), accumulation_dtype(*tokens), 3, arrays)
 
     def take(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are kept."""
