@@ -1,4 +1,4 @@
-"""An order for what does not depend on each other, where compilers need one: collectives on CPUs, arrays on TPUs.
+"""An order for what does not depend on each other, where compilers need one: collectives on CPUs, arrays elsewhere.
 
 XLA:CPU tells the collectives of a program apart by their channel and their devices, which are the same for all permutes
 of a shard_map. It starts them in one order on every device, but does not wait for the end of a loop before it starts
@@ -24,8 +24,7 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
     def wait(arrays: Any, earlier: Any) -> Any:
         # Compilers drop a dependency if they see that it changes nothing. They do not see that no word has more than 32
         # set bits, so they keep this one.
-        bits = [jax.lax.population_count(_word(array)) for array in jax.tree.leaves(earlier)]
-        is_there = sum(bits[1:], bits[0]) <= 32 * len(bits)
+        is_there = _count_bits(earlier) <= 32 * len(jax.tree.leaves(earlier))
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
     ways = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
@@ -44,18 +43,17 @@ def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple
     """Returns so many zeros of which no compiler sees that they are: what is made of them comes after the arrays.
 
     Of constants compilers make one array, long before it is needed, and a copy of it for each use. They take barriers
-    away before they decide on an order. Elsewhere than on TPUs it comes after `others` as well: these lay out anew what
-    is looked at.
+    away before they decide on an order. It comes after `others` as well, but on TPUs: what is looked at is laid out
+    anew there.
     """
     axes = frozenset().union(*map(_varying_axes, jax.tree.leaves((arrays, others))))
 
-    def count_bits(*trees: Any) -> Array:
-        words = [jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(trees)]
-        bits = sum(words, jnp.uint32(0))
+    def bits_of(*trees: Any) -> Array:
+        bits = _count_bits(trees)
         return jax.lax.pcast(bits, tuple(axes - _varying_axes(bits)), to="varying")
 
-    few = lambda arrays, others: count_bits(arrays)
-    bits = jax.lax.platform_dependent(arrays, others, tpu=few, default=count_bits) if others else count_bits(arrays)
+    few = lambda arrays, others: bits_of(arrays)
+    bits = jax.lax.platform_dependent(arrays, others, tpu=few, default=bits_of) if others else bits_of(arrays)
     return tuple((bits >> (16 + number)).astype(dtype) for number in range(count))
 
 
@@ -63,7 +61,12 @@ def _varying_axes(array: Any) -> frozenset[str]:
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
+def _count_bits(arrays: Any) -> Array:
+    """The set bits of words of which each depends on one of the arrays."""
+    words = (jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(arrays))
+    return sum(words, jnp.uint32(0))
+
+
 def _word(array: Array) -> Array:
-    """A word that depends on an array."""
     element = jax.lax.squeeze(jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim), range(array.ndim))
     return (element != 0).astype(jnp.uint32)

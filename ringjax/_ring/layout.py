@@ -171,17 +171,17 @@ class Task(NamedTuple):
         arrays = (before or (self.total, tokens)) if rows.is_whole else ()
         return zeros_behind((rows.shard, hops), accumulation_dtype(*tokens), 3, arrays)
 
-    def take(self, operand: Operand) -> Tiles:
+    def take(self, operand: Operand, *, is_copied: bool = False) -> Tiles:
         """Takes the rows of an operand, where they are kept."""
-        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on,
-        # but for branches that wait for each other anyway.
-        is_only = len(self.plan.schedules) == 1
-        is_copied = is_only and self.schedule.is_balanced and operand.layout.rows.is_whole
         return after(operand.take(), self.earlier, is_copied=is_copied)
 
     def take_swapped(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, where they are computed."""
-        return self.ways.swap(self.take(operand))
+        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on,
+        # but for branches that wait for each other anyway.
+        is_only = len(self.plan.schedules) == 1
+        is_copied = is_only and self.schedule.is_balanced and operand.layout.rows.is_whole
+        return self.ways.swap(self.take(operand, is_copied=is_copied))
 
     def send(self, operand: Operand, leg: Leg) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""
