@@ -102,12 +102,11 @@ class Exchanged(NamedTuple):
 
     def _copies(self, schedule: BranchSchedule) -> int:
         """The bytes of rows that are copied before a branch is computed."""
-        is_read_in_place = schedule.branch.keeps_all and schedule.queries.chunks != "residues"
-        if is_read_in_place and schedule.queries.is_full and not schedule.traits.copies_arguments:
-            return 0
-        return self._rows(schedule)
+        are_copied = _takes_rows(schedule) or schedule.traits.copies_arguments or not schedule.queries.is_full
+        return are_copied * self._rows(schedule)
 
     def _rows(self, schedule: BranchSchedule) -> int:
+        """The bytes of all rows that a branch is computed of."""
         row = self.work.row_bytes(schedule)
         of_query = row.queries if self.has_gradient else self.work.query_row(schedule)
         return schedule.queries.num_slots * of_query + schedule.keys.num_slots * row.keys

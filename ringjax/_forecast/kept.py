@@ -19,8 +19,11 @@ _GIVEN_TO_LOOPS = 0.65
 _SUMS_OF_GROUPS = 2, 1
 # How much of what is laid out is so where rows are last: compilers then have the caller's arrays so too.
 _ROWS_LAST = 0.7
-# How often rows that were exchanged for a local branch are there, and those of which XLA's tiles make copies.
-_EXCHANGED, _EXCHANGED_FOR_TILES = 0.5, 1.2
+# How much of what was exchanged is there.
+_EXCHANGED = 0.5
+# How often sums of keys are there that have rows last, some of which are laid out anew to be summed over devices; and
+# how often keys are there that are gathered for the output.
+_SUMS_ROWS_LAST, _GATHERED_FORWARD = 1.35, 1.5
 # Of more pairs lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
 # more there is then of what was gathered.
 _PAIRS_IN_ONE_LIST, _GATHERED_IN_BANDS = 2**36, 2
@@ -53,7 +56,7 @@ class Factors(NamedTuple):
     share_exchanged: float
     share: float
     share_beside_gathered: float
-    sums: float  # those of all tokens, to which branches are added one by one; and where they exchange tokens
+    sums: float  # those of all tokens, to which branches are added one by one; and where they exchange rows
     sums_exchanged: float
     vector_memory: tuple[int, int]  # bytes that find room beside the main memory: where nothing is sent, and else
 
@@ -157,9 +160,9 @@ class Kept(NamedTuple):
 
     @property
     def _is_in_bands(self) -> bool:
-        """Whether a list of all tiles that meet is too long for kernels for TPUs."""
-        schedule, gathers = self.schedule, self.schedule.gather_size if self.schedule.is_gathered else 1
-        pairs = schedule.queries.num_slots * schedule.keys.num_slots * gathers
+        """Whether a list of all tiles that meet gathered keys is too long for kernels for TPUs."""
+        schedule = self.schedule
+        pairs = schedule.queries.num_slots * schedule.keys.num_slots * schedule.gather_size
         return self.factors.laid_out is not None and pairs > _PAIRS_IN_ONE_LIST
 
     def _put_among(self) -> float:
@@ -216,8 +219,8 @@ class Kept(NamedTuple):
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
         schedule, row = self.schedule, self.row
         of_queries, of_rows, of_sums = self.factors.gathered
-        of_sums *= 1.35 if schedule.traits.rows_last else 1  # some are laid out anew
-        of_key = of_rows * row.keys + of_sums * row.keys_grad if self.has_gradient else 1.5 * row.keys
+        of_sums *= _SUMS_ROWS_LAST if schedule.traits.rows_last else 1
+        of_key = of_rows * row.keys + of_sums * row.keys_grad if self.has_gradient else _GATHERED_FORWARD * row.keys
         of_key *= _GATHERED_IN_BANDS if self._is_in_bands else 1
         stay = schedule.queries.num_slots * (of_queries * row.queries + row.query_grad)
         return stay + schedule.gather_size * schedule.keys.num_slots * of_key
@@ -254,7 +257,10 @@ class Kept(NamedTuple):
         return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
 
     def _exchanged(self) -> float:
-        """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it."""
+        """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it.
+
+        Branches that exchange all tokens and need no others are counted together: see `exchanged`.
+        """
         schedule, work = self.schedule, self.work
         is_ring = not schedule.is_local and schedule.is_closed and max(leg.rotations for leg in schedule.key_legs) > 1
         if schedule.exchange_size == 1 or is_ring or (schedule.is_local and self.factors.laid_out is not None):
@@ -266,9 +272,7 @@ class Kept(NamedTuple):
         of_query += work.num_heads * work.residual_bytes([schedule]) * self.has_gradient
         of_key = self._kv_heads * (work.width + work.value_width) * work.itemsize * (1 + self.has_gradient)
         exchanged = work.batch * (tokens(one.queries) * of_query + tokens(one.keys) * of_key)
-        if not schedule.is_local:
-            return exchanged / 2
-        return (_EXCHANGED_FOR_TILES if schedule.traits.copies_arguments else _EXCHANGED) * exchanged
+        return _EXCHANGED * exchanged
 
     @property
     def tiles(self) -> float:

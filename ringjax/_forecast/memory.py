@@ -87,8 +87,6 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
 
 
 def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
-    if schedule.exchange_size > 1:
-        return factors.share_exchanged if schedule.is_local and not schedule.exchanges_rows else factors.share
-    if schedule.is_local or schedule.is_closed:
+    if schedule.exchange_size > 1 or schedule.is_local or schedule.is_closed:
         return factors.share
     return factors.share_of_tiles if schedule.traits.copies_arguments else factors.share_of_neighbours[has_gradient]
