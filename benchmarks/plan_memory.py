@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +27,8 @@ from ringjax._planner.compiled import memory_of
 from ringjax._recording import recording
 
 CHIPS = {"8 H100s": "H100", "v5e:2x4": "v5e"}
+# Half of the programs have all devices along the sequence.
+MESHES = (("seq", 8),), (("seq", 8),), (("data", 2), ("seq", 4)), (("seq", 4), ("tensor", 2))
 
 
 class Size(NamedTuple):
@@ -45,32 +46,99 @@ class Size(NamedTuple):
 SIZES = {
     "long contexts": Size((65536, 131072), (8, 16, 32), (1, 2, 4, 8), cases=20),
     "sizes of models": Size((8192, 16384, 32768), (16, 32), (1, 2, 4, 8), cases=20),
-    # TPUs compute with so little in their vector memory; what of it lies in both memories, no count can say.
+    # So little that what any kernel has in a TPU's vector memory, which is not counted, weighs as much.
     "small sizes": Size((1024, 2048), (2, 4, 8, 16), (1, 2), cases=10),
 }
-SEED = 97  # of other draws than the count was fitted to
+SEED = 131  # of other draws than the count was fitted to
 ROOM = 0.75  # of the memory of a device: what takes more, as counted, is not drawn
 
 
-def draw_case(draw: random.Random, size: Size) -> tuple[str, dict[str, Any]]:
-    """Returns a call of a size, as its options and in words."""
+class Program(NamedTuple):
+    """A call, or its gradient, on the devices of a topology."""
+
+    topology: str
+    axes: tuple[tuple[str, int], ...]  # of the mesh, with their sizes
+    length: int
+    heads: tuple[int, int]
+    width: int
+    dtype: str
+    pattern: tuple[Branch, ...]
+    is_causal: bool
+    strategy: str
+    has_gradient: bool
+
+    @property
+    def machine(self) -> Machine:
+        """The figures of a device."""
+        return MACHINES[CHIPS[self.topology]]
+
+    def case(self) -> str:
+        """Returns the program in words."""
+        kind = f"{'causal' if self.is_causal else 'full'} {'gradient' if self.has_gradient else 'forward'}"
+        mesh = " ".join(f"{name}={size}" for name, size in self.axes)
+        sizes = f"T={self.length}, N={self.heads[0]}, K={self.heads[1]}, H={self.width}"
+        return f"{self.strategy}, {kind}, {mesh}, {self.dtype}, {sizes}, {' '.join(map(str, self.pattern))}"
+
+    def counted(self) -> int:
+        """Returns the bytes on a device at the peak, as counted."""
+        with jax.enable_x64(False), recording() as records:
+            jax.eval_shape(self._attend, *self._arrays()[1:])
+        call = records[0].call
+        return forecast(call, self.strategy, call.schedules(self.strategy), self.machine, self.has_gradient).memory
+
+    def compiled(self) -> int:
+        """Returns the same as compiled."""
+        flags: Any = dict(OVERLAP) if self.topology == "8 H100s" else {}
+        grad, *arrays = self._arrays()
+        with jax.enable_x64(False):
+            if self.has_gradient:
+                pull_back = lambda grad, *arrays: jax.vjp(self._attend, *arrays)[1](grad)
+                return memory_of(jax.jit(pull_back).lower(grad, *arrays).compile(flags))
+            return memory_of(jax.jit(self._attend).lower(*arrays).compile(flags))
+
+    @property
+    def _mesh(self) -> Mesh:
+        names, sizes = zip(*self.axes, strict=True)
+        types = (AxisType.Auto,) * len(names)
+        return make_mesh(sizes, names, devices=devices(*TOPOLOGIES[self.topology]), axis_types=types)
+
+    @property
+    def _spec(self) -> P:
+        return P(*(name if name in dict(self.axes) else None for name in ("data", "seq", "tensor")))
+
+    def _attend(self, *arrays: Any) -> Any:
+        named = {"pattern": self.pattern, "is_causal": self.is_causal, "strategy": self.strategy}
+        return ring_dilated_attention(*arrays, **named, mesh=self._mesh, spec=self._spec)
+
+    def _arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """The output's cotangent, queries, keys and values."""
+        (heads, kv_heads), sharding = self.heads, NamedSharding(self._mesh, self._spec)
+        shape = lambda count: (dict(self.axes).get("data", 1), self.length, count, self.width)
+        counts = heads, heads, kv_heads, kv_heads
+        return [jax.ShapeDtypeStruct(shape(count), self.dtype, sharding=sharding) for count in counts]
+
+
+def draw_program(draw: random.Random, topology: str, size: Size) -> Program:
+    """Returns a program of a size."""
     one_of = lambda *values: draw.choice(values)
-    length, heads = 8 * one_of(*size.tokens), one_of(*size.heads)
-    kv_heads = heads // one_of(*size.groups)
+    axes = one_of(*MESHES)
+    length, heads = dict(axes)["seq"] * one_of(*size.tokens), one_of(*size.heads)
+    kv_heads = max(heads // one_of(*size.groups), dict(axes).get("tensor", 1))
     count, branches = one_of(1, 1, 2, 3), {}
     while len(branches) < count:  # what is twice the same is computed once
         branches[_draw_branch(draw, length)] = None
-    options = {
-        "length": length,
-        "heads": (heads, kv_heads),
-        "width": one_of(64, 128),
-        "pattern": tuple(branches),
-        "is_causal": draw.random() < 0.7,
-        "strategy": one_of("ring", "ring", "all_gather", "all_to_all"),
-    }
-    kind = f"{'causal' if options['is_causal'] else 'full'} {options['strategy']}"
-    sizes = f"T={length}, N={heads}, K={kv_heads}, H={options['width']}"
-    return f"{kind}, {sizes}, {' '.join(map(str, branches))}", options
+    return Program(
+        topology,
+        axes,
+        length,
+        (heads, kv_heads),
+        one_of(64, 128),
+        one_of("bfloat16", "bfloat16", "float32"),
+        tuple(branches),
+        draw.random() < 0.7,
+        one_of("ring", "ring", "all_gather", "all_to_all"),
+        draw.random() < 0.75,
+    )
 
 
 def _draw_branch(draw: random.Random, length: int) -> Branch:
@@ -79,67 +147,25 @@ def _draw_branch(draw: random.Random, length: int) -> Branch:
     return Segments(draw.choice((1000, 2048, length // 4, length, length)), draw.choice((1, 1, 2, 4)))
 
 
-class Program(NamedTuple):
-    """The gradient of a call on the devices of a topology."""
-
-    topology: str
-    options: dict[str, Any]
-
-    @property
-    def machine(self) -> Machine:
-        """The figures of a device."""
-        return MACHINES[CHIPS[self.topology]]
-
-    def counted(self) -> int:
-        """Returns the bytes on a device at the peak, as counted."""
-        with jax.enable_x64(False), recording() as records:
-            jax.eval_shape(self._attend, *self._arrays())
-        call, strategy = records[0].call, self.options["strategy"]
-        return forecast(call, strategy, call.schedules(strategy), self.machine).memory
-
-    def compiled(self) -> int:
-        """Returns the same as compiled."""
-        query, *keys = self._arrays()
-        flags: Any = dict(OVERLAP) if self.topology == "8 H100s" else {}
-        with jax.enable_x64(False):
-            lowered = jax.jit(lambda grad, *arrays: jax.vjp(self._attend, *arrays)[1](grad)).lower(query, query, *keys)
-        return memory_of(lowered.compile(flags))
-
-    @property
-    def _mesh(self) -> Mesh:
-        return make_mesh((8,), ("seq",), devices=devices(*TOPOLOGIES[self.topology]), axis_types=(AxisType.Auto,))
-
-    def _attend(self, *arrays: Any) -> Any:
-        named = {name: self.options[name] for name in ("pattern", "is_causal", "strategy")}
-        return ring_dilated_attention(*arrays, **named, mesh=self._mesh)
-
-    def _arrays(self) -> list[jax.ShapeDtypeStruct]:
-        (heads, kv_heads), sharding = self.options["heads"], NamedSharding(self._mesh, P(None, "seq"))
-        shape = lambda count: (1, self.options["length"], count, self.options["width"])
-        counts = heads, kv_heads, kv_heads
-        return [jax.ShapeDtypeStruct(shape(count), jnp.bfloat16, sharding=sharding) for count in counts]
-
-
-def draw_programs(topology: str, size: Size) -> Iterator[tuple[str, Program, int]]:
-    """Yields as many programs as asked for, each in words and with its bytes as counted: those that find room."""
+def draw_programs(topology: str, size: Size) -> Iterator[tuple[Program, int]]:
+    """Yields as many programs as asked for, each with its bytes as counted: those that find room."""
     draw = random.Random(SEED)
     num_cases = 0
     while num_cases < size.cases:
-        case, options = draw_case(draw, size)
-        program = Program(topology, options)
+        program = draw_program(draw, topology, size)
         counted = program.counted()
         if counted <= ROOM * program.machine.memory:
             num_cases += 1
-            yield case, program, counted
+            yield program, counted
 
 
 def measure() -> list[dict[str, Any]]:
     """Returns what was counted over what was compiled, in each case."""
     rows = []
     for topology, (name, size) in itertools.product(CHIPS, SIZES.items()):
-        for case, program, counted in draw_programs(topology, size):
+        for program, counted in draw_programs(topology, size):
             value = counted / program.compiled()
-            rows.append({"size": name, "topology": topology, "case": case, "value": value})
+            rows.append({"size": name, "topology": topology, "case": program.case(), "value": value})
     return rows
 
 
