@@ -107,11 +107,12 @@ FOLDERS = {
         {"_definition", "_schedule", "_meeting", "_kernels"},
         {
             "call": set(),
-            "exchanged": set(),
-            "kept": set(),
+            "factors": set(),
+            "exchanged": {"factors"},
+            "kept": {"factors"},
             "machine": set(),
-            "memory": {"exchanged", "kept"},
-            "forecast": {"call", "kept", "machine", "memory"},
+            "memory": {"exchanged", "factors", "kept"},
+            "forecast": {"call", "factors", "machine", "memory"},
         },
     ),
     "": (
@@ -149,7 +150,7 @@ UPWARDS = {"_definition/pattern": "ringjax._planner.pictures"}
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
 WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]}
-WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "kept", "machine", "memory")}
+WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "factors", "kept", "machine", "memory")}
 WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
 WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
 WITH_AXES |= {"_planner/measure", "_planner/compiled"}

@@ -6,6 +6,7 @@ Arrays are counted as compilers have them, who free each when it was read last.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ringjax._forecast.factors import LANES
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
@@ -27,24 +28,49 @@ class Exchanged(NamedTuple):
     def on_gpus(self) -> float:
         """The bytes at the peak: while tokens are exchanged, in a branch, or while results return."""
         of_branches = (self._in_turn(number) for number in range(len(self.schedules)))
-        return max(self._coming(), self._returning(), *of_branches)
+        return max(self._coming(), self._returning(), *of_branches, *map(self._copying, self.schedules))
 
     @property
     def on_tpus(self) -> float:
         """The same: each branch is added to sums of all tokens."""
         first, *others = self.schedules
-        itemsize = self.work.itemsize if self.work.has_one_branch else self.work.sum_itemsize
-        # The results of the first branch become the sums.
-        own = max(self._of_group(schedule, itemsize) for schedule in (others or [first]))
-        sums = (self._queries + self.has_gradient * self._keys) * itemsize // self.work.itemsize if others else 0
+        if not (others or self.has_gradient):
+            return self._tokens
         # Arrays that the caller gets are not there yet.
         of_caller = self._queries + self.has_gradient * self.work.batch * self._key_length * self._key_bytes(1)
-        return self._tokens + self._queries + sums + own - of_caller
+        # The results of the first branch become the sums.
+        sums = (self._queries + self.has_gradient * self._keys) * self._result_size if others else 0
+        own = max(self._of_group(schedule) for schedule in (others or [first]))
+        are_copied = bool(others) or (first.branch.keeps_all and not self._is_grouped)
+        return max(self._tokens + are_copied * self._queries + sums + own - of_caller, self._returning())
 
-    def _of_group(self, schedule: BranchSchedule, itemsize: int) -> int:
+    @property
+    def _is_grouped(self) -> bool:
+        """Whether several query heads share what a device gets of keys."""
+        return self._keys < 2 * self._queries
+
+    @property
+    def _result_size(self) -> float:
+        """The bits of a result on TPUs over those of a number of the caller's arrays."""
+        return 1 if self.work.has_one_branch else self.work.sum_itemsize / self.work.itemsize
+
+    def _of_group(self, schedule: BranchSchedule) -> float:
         """The bytes of the results of a group of segments, and of rows with empty ones where segments are not whole."""
         is_padded = schedule.branch.keeps_all and not schedule.queries.is_full
-        return self._results(schedule, itemsize) // schedule.queries.num_groups + is_padded * self._rows(schedule)
+        results = self._computed(schedule) * self._result_size * self.work.itemsize / self.work.sum_itemsize
+        return results / schedule.queries.num_groups + is_padded * self._rows(schedule)
+
+    def _computed(self, schedule: BranchSchedule) -> float:
+        """The bytes of sums of queries and of those of keys, which two kernels compute one after the other."""
+        row, work = self.work.row_bytes(schedule), self.work
+        of_queries = schedule.queries.num_slots * row.query_grad
+        if not self.has_gradient:
+            return of_queries
+        of_keys = schedule.keys.num_slots * row.keys_grad
+        if not work.has_one_branch:  # one is added to what was there, and rounded, before the other is there
+            return max(1.5 * of_queries, of_keys)
+        is_narrow = work.width % LANES != 0
+        return max(of_queries, of_keys) if is_narrow and self._is_grouped else of_queries + of_keys
 
     # Sizes: of all tokens of a device, with heads that are repeated where they are too few for all members.
 
@@ -80,9 +106,18 @@ class Exchanged(NamedTuple):
     def _coming(self) -> int:
         """What is exchanged, and what is sent last of it."""
         if not self.has_gradient:
-            return self._tokens + self._queries
+            return self._tokens + self._keys // 2
         # Keys that are repeated are sent from an array of their own.
         return self._tokens + 2 * self._queries + self._repeats * self._keys
+
+    def _copying(self, schedule: BranchSchedule) -> float:
+        """What is there for the output while rows are copied: all keys, and as soon as these are, queries."""
+        if self.has_gradient or not self._copies(schedule):
+            return 0
+        queries = schedule.queries.num_slots * self.work.query_row(schedule)
+        if schedule.traits.copies_arguments:
+            return self._tokens + self._keys + queries
+        return self._tokens + self._keys + 2 * (not (schedule.queries.is_full or schedule.branch.keeps_all)) * queries
 
     def _in_turn(self, number: int) -> float:
         """What is there while a branch is computed: its rows and results, and what others need and have left."""

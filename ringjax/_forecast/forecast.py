@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ringjax._forecast.call import Call
-from ringjax._forecast.kept import ON_GPUS, ON_TPUS
+from ringjax._forecast.factors import ON_GPUS, ON_TPUS
 from ringjax._forecast.machine import Machine
 from ringjax._forecast.memory import peak_bytes
 from ringjax._schedule.cost import (

@@ -1,16 +1,18 @@
 """The bytes that one branch keeps beside arguments and results, by count: its rows, what comes by, and their sums.
 
-Compilers copy, and begin early what travels. The factors here come near to what they chose in some 300 random programs
-for H100s, and 200 for a v5e.
+Compilers copy, and begin early what travels. The factors here, and in `factors`, come near to what they chose in some
+700 random programs for H100s, and 200 for a v5e.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from ringjax._forecast.factors import Factors
 from ringjax._schedule.cost import RowBytes, Work
-from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.schedule import BranchSchedule, Leg
 
-# How often rows that stay are there, where they are laid out anew beside the arguments.
-_COPIED = 1, 1.4
+# How often XLA's tiles have rows that stay in a ring beside the arguments, and what comes by where nothing rotates on.
+_STAYING_OF_TILES, _ONE_ROTATION_OF_TILES = (0, 0.5), (2, 1.2)
 # How much of the arguments the backward copies where nothing travels.
 _COPIED_OF_ARGUMENTS = 0.3
 # How much of those that stay in a loop is not copied.
@@ -21,82 +23,19 @@ _SUMS_OF_GROUPS = 2, 1
 _ROWS_LAST = 0.7
 # How much of what was exchanged is there.
 _EXCHANGED = 0.5
-# How often sums of keys are there that have rows last, some of which are laid out anew to be summed over devices; and
-# how often keys are there that are gathered for the output.
-_SUMS_ROWS_LAST, _GATHERED_FORWARD = 1.35, 1.5
+# How often sums of keys are there that have rows last, some of which are laid out anew to be summed over devices.
+_SUMS_ROWS_LAST = 1.35
 # Of more pairs lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
 # more there is then of what was gathered.
 _PAIRS_IN_ONE_LIST, _GATHERED_IN_BANDS = 2**36, 2
+# How often sums of all tokens are there where neighbours' gradients are added to them.
+_SUMS_OF_NEIGHBOURS = 1.35
 # How often sums of keys and values are there among which rows are put.
 _PUT_AMONG = 0.75
-# How much of the rows that stay is there once more where they are sorted.
+# How much of the rows that stay is there once more in another order.
 _SORTED = 0.65
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
-
-
-class Factors(NamedTuple):
-    """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
-
-    lanes: int  # heads whose width is no multiple of it are narrow
-    # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
-    # copies some, and rows that were taken.
-    laid_out: tuple[float, float] | None
-    travelling: tuple[float, float]  # what stays and what comes by in a ring
-    neighbours: tuple[float, float]  # the same along hops
-    halo: tuple[float, float]
-    one_rotation: float  # what comes by where nothing rotates on: in a loop it is there twice
-    # Queries beside which keys and values of whole segments are gathered; these, and their sums, with the gradient.
-    gathered: tuple[float, float, float]
-    # Of what a branch keeps, the share that is there as well when the one that keeps most is computed: of those with
-    # neighbours, which are on their way from the beginning, of such ones in XLA's tiles, of those that exchange all
-    # tokens, and of others; and the most of any of these where that one gathers keys.
-    share_of_neighbours: tuple[float, float]
-    share_of_tiles: float
-    share_exchanged: float
-    share: float
-    share_beside_gathered: float
-    sums: float  # those of all tokens, to which branches are added one by one; and where they exchange rows
-    sums_exchanged: float
-    vector_memory: tuple[int, int]  # bytes that find room beside the main memory: where nothing is sent, and else
-
-
-# CPUs are counted as GPUs are.
-ON_GPUS = Factors(
-    lanes=1,
-    laid_out=None,
-    travelling=(1, 1),
-    neighbours=(1, 0.97),
-    halo=(1.15, 1.25),
-    one_rotation=0.75,
-    gathered=(0.7, 0.7, 0.8),
-    share_of_neighbours=(0.75, 0.9),
-    share_of_tiles=0.3,
-    share_exchanged=0.05,
-    share=0.72,
-    share_beside_gathered=0.35,
-    sums=0.65,
-    sums_exchanged=0,
-    vector_memory=(0, 0),
-)
-# Kernels for TPUs read heads that lie apart, and branches wait for each other.
-ON_TPUS = Factors(
-    lanes=128,
-    laid_out=(0.7, 2.3),
-    travelling=(0.7, 1.1),
-    neighbours=(0.7, 1.1),
-    halo=(1.15, 1.15),
-    one_rotation=0.9,
-    gathered=(1, 0.65, 0.9),
-    share_of_neighbours=(0.2, 0.3),
-    share_of_tiles=0.3,
-    share_exchanged=0.125,
-    share=0.2,
-    share_beside_gathered=1,
-    sums=0.53,
-    sums_exchanged=1,
-    vector_memory=(96 * 2**20, 40 * 2**20),
-)
 
 
 class Kept(NamedTuple):
@@ -123,6 +62,13 @@ class Kept(NamedTuple):
             numbers = work.batch * schedule.of_devices().queries.shard_length * work.num_heads * work.value_width
         factor = self.factors.sums if schedule.exchange_size == 1 else self.factors.sums_exchanged
         return factor * numbers * work.sum_itemsize
+
+    @property
+    def output(self) -> int:
+        """The bytes of its output, in the dtype of that of all branches."""
+        work, schedule = self.work, self.schedule
+        heads, _ = work.heads_of(schedule)
+        return work.batch * schedule.queries.num_slots * heads * work.value_width * work.itemsize
 
     @property
     def row(self) -> RowBytes:
@@ -165,6 +111,18 @@ class Kept(NamedTuple):
         pairs = schedule.queries.num_slots * schedule.keys.num_slots * schedule.gather_size
         return self.factors.laid_out is not None and pairs > _PAIRS_IN_ONE_LIST
 
+    @property
+    def _sorted(self) -> float:
+        """How much of the rows that stay is there once more in another order."""
+        return _SORTED * (self.schedule.queries.chunks == "residues")
+
+    @property
+    def _adds_to_all(self) -> bool:
+        """Whether kernels for TPUs add gradients of neighbours to sums of all tokens."""
+        is_laid_out = self.factors.laid_out is not None and not self._rows_last
+        is_whole = self.schedule.branch.keeps_all and not self.schedule.traits.copies_arguments
+        return self.has_gradient and is_laid_out and is_whole
+
     def _put_among(self) -> float:
         """Sums of all keys and values among which kernels put rows of narrow heads, where halos are added to them."""
         schedule, work = self.schedule, self.work
@@ -191,8 +149,9 @@ class Kept(NamedTuple):
         if self.factors.laid_out is not None:
             return self._laid_out(self.factors.laid_out[self.has_gradient])
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
-        is_whole = schedule.branch.keeps_all and not schedule.traits.copies_arguments
-        return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if is_whole else rows
+        if schedule.traits.copies_arguments and schedule.exchange_size == 1:  # of a group of segments, and of the next
+            return rows * min(1, 2 / schedule.queries.num_groups)
+        return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if schedule.branch.keeps_all else rows
 
     def _laid_out(self, laid_out: float) -> float:
         """Rows that are laid out anew: those of all tokens so often."""
@@ -218,9 +177,11 @@ class Kept(NamedTuple):
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
         schedule, row = self.schedule, self.row
-        of_queries, of_rows, of_sums = self.factors.gathered
+        of_queries, (of_rows, of_sums) = self.factors.gathered_for[self.has_gradient], self.factors.gathered
         of_sums *= _SUMS_ROWS_LAST if schedule.traits.rows_last else 1
-        of_key = of_rows * row.keys + of_sums * row.keys_grad if self.has_gradient else _GATHERED_FORWARD * row.keys
+        of_key = (1 + self.factors.own_beside_gathered / schedule.gather_size) * row.keys
+        if self.has_gradient:
+            of_key = of_rows * row.keys + of_sums * row.keys_grad
         of_key *= _GATHERED_IN_BANDS if self._is_in_bands else 1
         stay = schedule.queries.num_slots * (of_queries * row.queries + row.query_grad)
         return stay + schedule.gather_size * schedule.keys.num_slots * of_key
@@ -235,26 +196,50 @@ class Kept(NamedTuple):
         do_queries = self.has_gradient and schedule.queries_travel
         (stays, _, rows, of_stays), (side, legs, own, sums) = sides[::-1] if do_queries else sides
         come_by, rotations = own + sums, max(leg.rotations for leg in legs)
-        are_copied = schedule.traits.copies_arguments or (self.factors.laid_out is not None and not self._rows_last)
-        copies = _COPIED[self.has_gradient] if schedule.traits.copies_arguments else 1
-        kept = stays.num_slots * (copies * rows + of_stays)
+        kept = stays.num_slots * (self._staying(rotations) * rows + of_stays)
         if not schedule.is_closed:
-            if schedule.queries.chunks == "residues" and not are_copied:
-                kept += _SORTED * stays.num_slots * rows
-            if self._rows_last:
-                kept -= stays.num_slots * rows
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
             halo = self.factors.halo[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
-            kept += side.num_slots * own + halo * come_by
-        if schedule.is_closed and schedule.branch.keeps_all and not (schedule.is_balanced or are_copied):
-            # The arguments themselves, some of which a loop copies.
-            kept -= stays.num_slots * rows * (1 if rotations == 1 else _GIVEN_TO_LOOPS)
+            if self._adds_to_all:
+                kept = _SUMS_OF_NEIGHBOURS * self._tokens() * self.work.sum_itemsize / self.work.itemsize
+                return kept + halo * come_by + self._sorted * stays.num_slots * rows
+            return kept + self._has_own(legs) * side.num_slots * own + halo * come_by
         if rotations > 1:
-            # Rows whose halves are swapped, where they are not taken anyway, are arrays beside the arguments.
-            is_swapped = schedule.is_balanced and schedule.branch.keeps_all
-            kept += is_swapped * 2 * schedule.queries.num_slots * self.work.query_row(schedule)
-            return kept + 2 * side.num_slots * come_by
-        return kept + rotations * self.factors.one_rotation * side.num_slots * come_by
+            return kept + self._swapped() + 2 * side.num_slots * come_by
+        of_kind = _ONE_ROTATION_OF_TILES if schedule.traits.copies_arguments else self.factors.one_rotation
+        return kept + rotations * of_kind[self.has_gradient] * side.num_slots * come_by
+
+    def _staying(self, rotations: int) -> float:
+        """How often rows that stay are there beside the arguments."""
+        schedule = self.schedule
+        if schedule.traits.copies_arguments:
+            return _STAYING_OF_TILES[self.has_gradient] * self.work.sum_itemsize / self.work.itemsize
+        staying = self.factors.staying[self.has_gradient]
+        if self.factors.laid_out is not None and not self._rows_last:
+            return staying
+        if not schedule.is_closed:
+            return max(0, staying - self._rows_last) + self._sorted
+        if schedule.branch.keeps_all and not schedule.is_balanced:
+            # They are the arguments themselves, some of which a loop copies.
+            return 0 if rotations == 1 else (1 - _GIVEN_TO_LOOPS) * staying
+        return staying
+
+    def _has_own(self, legs: Sequence[Leg]) -> bool:
+        """Whether a shard's own rows, of the side whose halos come, are beside the arguments.
+
+        For the output of GPUs' kernels those of all tokens are the arguments, where halos come from one side only.
+        """
+        schedule = self.schedule
+        reads_arguments = self.factors.laid_out is None and not schedule.traits.copies_arguments
+        return self.has_gradient or len(legs) > 1 or not (reads_arguments and schedule.branch.keeps_all)
+
+    def _swapped(self) -> float:
+        """Rows whose halves are swapped: where they are not taken anyway, they are arrays beside the arguments."""
+        schedule = self.schedule
+        if not (schedule.is_balanced and schedule.branch.keeps_all) or schedule.traits.copies_arguments:
+            return 0
+        queries = schedule.queries.num_slots * self.work.query_row(schedule)
+        return self.factors.swapped[self.has_gradient] * queries
 
     def _exchanged(self) -> float:
         """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it.

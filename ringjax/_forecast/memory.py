@@ -9,12 +9,10 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ringjax._forecast.exchanged import Exchanged, exchanges_all
-from ringjax._forecast.kept import Factors, Kept
+from ringjax._forecast.factors import Factors
+from ringjax._forecast.kept import Kept
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
-
-# The share of what finds room beside the main memory that is in this one even so: where nothing is sent, and else.
-_NOT_IN_VECTOR_MEMORY = 0.05, 0.2
 
 
 def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> int:
@@ -24,20 +22,8 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     """
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    beside = _in_main_memory(_beside(work, schedules, factors, has_gradient), schedules, factors)
+    beside = _beside(work, schedules, factors, has_gradient)
     return (arguments + results) * work.itemsize + round(beside)
-
-
-def _in_main_memory(beside: float, schedules: Schedules, factors: Factors) -> float:
-    """What the vector memory does not take: it takes most of so much as it has room for.
-
-    It takes less of what is more than that, and nothing where there is twice as much; of exchanged tokens always some.
-    """
-    sends = any(not schedule.is_local or schedule.exchange_size > 1 for schedule in schedules)
-    room, least = factors.vector_memory[sends], _NOT_IN_VECTOR_MEMORY[sends] * beside
-    if any(map(exchanges_all, schedules)):
-        return max(beside - room, least)
-    return max(2 * (beside - room), least) if beside < 2 * room else beside
 
 
 class _Held(NamedTuple):
@@ -47,6 +33,7 @@ class _Held(NamedTuple):
     share: float
     sums: float = 0
     is_gathered: bool = False
+    output: float = 0
 
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
@@ -55,7 +42,7 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     in_turn = [exchanges_all(schedule) for schedule in of_branches]
     kept = [Kept(work, schedule, factors, has_gradient) for schedule in of_branches]
     held = [
-        _Held(one.bytes, _share(one.schedule, factors, has_gradient), one.sums, one.schedule.is_gathered)
+        _Held(one.bytes, _share(one.schedule, factors, has_gradient), one.sums, one.schedule.is_gathered, one.output)
         for one in itertools.compress(kept, map(operator.not_, in_turn))
     ]
     for part in exchanged_together(itertools.compress(of_branches, in_turn)):
@@ -68,7 +55,8 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     keep = most.bytes + sum(min(one.share, most_share) * one.bytes for one in others)
     # Sums are what several branches are added to. Where some of these have none, others are added as cheaply.
     sums = [one.sums for one in held]
-    return keep + (max(sums) if others and all(sums) else 0)
+    keep += max(sums) if others and all(sums) else 0
+    return keep if has_gradient else keep + sum(one.output for one in others)
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
@@ -87,6 +75,11 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
 
 
 def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
+    if schedule.queries.chunks == "residues" and not schedule.is_local:
+        return factors.share_sorted
+    if schedule.traits.copies_arguments:
+        stays_whole = schedule.branch.keeps_all and not schedule.is_local
+        return factors.share_of_tiles[not stays_whole]
     if schedule.exchange_size > 1 or schedule.is_local or schedule.is_closed:
         return factors.share
-    return factors.share_of_tiles if schedule.traits.copies_arguments else factors.share_of_neighbours[has_gradient]
+    return factors.share_of_neighbours[has_gradient]

@@ -102,14 +102,11 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
 
 
 def memory_of(compiled: Any) -> int:
-    """Returns the bytes of a device's main memory that a compiled program takes, at most.
+    """Returns the bytes that a device holds at the peak of a compiled program, as its compiler states.
 
-    There are two bounds. The peak that a TPU's compiler states has what lies in the chip's vector memory as well, and
-    what it allocates has gaps.
+    What a TPU has in its vector memory, at most 128 MiB, counts as well.
     """
-    memory = compiled.memory_analysis()
-    allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return min(memory.peak_memory_in_bytes, allocated - memory.alias_size_in_bytes)
+    return compiled.memory_analysis().peak_memory_in_bytes
 
 
 def print_compiled(comparison: Comparison, devices: list[Any]) -> None:
