@@ -35,13 +35,13 @@ class Exchanged(NamedTuple):
         """The same: each branch is added to sums of all tokens."""
         first, *others = self.schedules
         if not (others or self.has_gradient):
-            return self._tokens
+            return self._tokens + self._copied(first) + (0 if self.work.has_one_branch else self._computed(first))
         # Arrays that the caller gets are not there yet.
         of_caller = self._queries + self.has_gradient * self.work.batch * self._key_length * self._key_bytes(1)
         # The results of the first branch become the sums.
         sums = (self._queries + self.has_gradient * self._keys) * self._result_size if others else 0
         own = max(self._of_group(schedule) for schedule in (others or [first]))
-        are_copied = bool(others) or (first.branch.keeps_all and not self._is_grouped)
+        are_copied = self.has_gradient and (bool(others) or (first.branch.keeps_all and not self._is_grouped))
         return max(self._tokens + are_copied * self._queries + sums + own - of_caller, self._returning())
 
     @property
@@ -55,10 +55,16 @@ class Exchanged(NamedTuple):
         return 1 if self.work.has_one_branch else self.work.sum_itemsize / self.work.itemsize
 
     def _of_group(self, schedule: BranchSchedule) -> float:
-        """The bytes of the results of a group of segments, and of rows with empty ones where segments are not whole."""
-        is_padded = schedule.branch.keeps_all and not schedule.queries.is_full
+        """The bytes of the results of a group of segments, and of rows that are copied."""
         results = self._computed(schedule) * self._result_size * self.work.itemsize / self.work.sum_itemsize
-        return results / schedule.queries.num_groups + is_padded * self._rows(schedule)
+        return results / schedule.queries.num_groups + self._copied(schedule)
+
+    def _copied(self, schedule: BranchSchedule) -> float:
+        """The bytes of rows with empty ones where segments are not whole, and for outputs half of those in order."""
+        if schedule.branch.keeps_all and not schedule.queries.is_full:
+            return self._rows(schedule)
+        is_sorted = schedule.queries.chunks == "residues" and len(self.schedules) > 1
+        return self._rows(schedule) / 2 if is_sorted and not self.has_gradient else 0
 
     def _computed(self, schedule: BranchSchedule) -> float:
         """The bytes of sums of queries and of those of keys, which two kernels compute one after the other."""

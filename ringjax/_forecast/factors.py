@@ -9,6 +9,7 @@ class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
     lanes: int  # heads whose width is no multiple of it are narrow
+    of_kernel: int  # bytes of a memory of its own
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies some, and rows that were taken.
     laid_out: tuple[float, float] | None
@@ -31,6 +32,7 @@ class Factors(NamedTuple):
     share_exchanged: float
     share: float
     share_beside_gathered: float
+    keeps_outputs: bool  # those of branches, until they are added
     sums: float  # those of all tokens, to which branches are added one by one; and where they exchange rows
     sums_exchanged: float
 
@@ -38,6 +40,7 @@ class Factors(NamedTuple):
 # CPUs are counted as GPUs are.
 ON_GPUS = Factors(
     lanes=1,
+    of_kernel=0,
     laid_out=None,
     travelling=(1, 1),
     neighbours=(1, 1.05),
@@ -54,12 +57,14 @@ ON_GPUS = Factors(
     share_exchanged=0.05,
     share=0.65,
     share_beside_gathered=0.35,
+    keeps_outputs=True,
     sums=0.2,
     sums_exchanged=0,
 )
 # Kernels for TPUs read heads that lie apart, and branches wait for each other.
 ON_TPUS = Factors(
     lanes=LANES,
+    of_kernel=2**24,
     laid_out=(0.25, 2.3),
     travelling=(1, 1.1),
     neighbours=(1, 1.1),
@@ -70,12 +75,13 @@ ON_TPUS = Factors(
     gathered_for=(0, 0.5),
     gathered=(1.5, 0.47),
     own_beside_gathered=0,
-    share_sorted=0.3,
-    share_of_neighbours=(0.2, 0.3),
+    share_sorted=0.6,
+    share_of_neighbours=(0.2, 0.15),
     share_of_tiles=(0.7, 0.3),
     share_exchanged=0.125,
     share=0.2,
     share_beside_gathered=1,
+    keeps_outputs=False,
     sums=0.53,
     sums_exchanged=1,
 )

@@ -123,6 +123,12 @@ class Kept(NamedTuple):
         is_whole = self.schedule.branch.keeps_all and not self.schedule.traits.copies_arguments
         return self.has_gradient and is_laid_out and is_whole
 
+    @property
+    def _sums_are_results(self) -> bool:
+        """Whether sums of a shard's tokens are the gradients themselves: of narrow heads, in the same dtype."""
+        is_same = self.work.itemsize == self.work.sum_itemsize
+        return self.has_gradient and self._rows_last and self.schedule.branch.keeps_all and is_same
+
     def _put_among(self) -> float:
         """Sums of all keys and values among which kernels put rows of narrow heads, where halos are added to them."""
         schedule, work = self.schedule, self.work
@@ -203,6 +209,8 @@ class Kept(NamedTuple):
             if self._adds_to_all:
                 kept = _SUMS_OF_NEIGHBOURS * self._tokens() * self.work.sum_itemsize / self.work.itemsize
                 return kept + halo * come_by + self._sorted * stays.num_slots * rows
+            if self._sums_are_results:
+                kept -= stays.num_slots * of_stays
             return kept + self._has_own(legs) * side.num_slots * own + halo * come_by
         if rotations > 1:
             return kept + self._swapped() + 2 * side.num_slots * come_by
@@ -248,7 +256,10 @@ class Kept(NamedTuple):
         """
         schedule, work = self.schedule, self.work
         is_ring = not schedule.is_local and schedule.is_closed and max(leg.rotations for leg in schedule.key_legs) > 1
-        if schedule.exchange_size == 1 or is_ring or (schedule.is_local and self.factors.laid_out is not None):
+        # Rows of narrow heads are there beside those that are laid out.
+        is_wide = not (self._is_narrow and self.has_gradient)
+        is_laid_out = schedule.is_local and self.factors.laid_out is not None and is_wide
+        if schedule.exchange_size == 1 or is_ring or is_laid_out:
             return 0
         one = schedule.of_devices()
         tokens = lambda side: side.num_slots if schedule.exchanges_rows else side.shard_length

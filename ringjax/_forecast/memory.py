@@ -22,8 +22,9 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     """
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    beside = _beside(work, schedules, factors, has_gradient)
-    return (arguments + results) * work.itemsize + round(beside)
+    held = (arguments + results) * work.itemsize + round(_beside(work, schedules, factors, has_gradient))
+    # What a kernel has in a TPU's vector memory is there as well: less for small arrays.
+    return held + min(factors.of_kernel, held // 5)
 
 
 class _Held(NamedTuple):
@@ -56,7 +57,7 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     # Sums are what several branches are added to. Where some of these have none, others are added as cheaply.
     sums = [one.sums for one in held]
     keep += max(sums) if others and all(sums) else 0
-    return keep if has_gradient else keep + sum(one.output for one in others)
+    return keep + sum(one.output for one in others) if factors.keeps_outputs and not has_gradient else keep
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
