@@ -35,7 +35,8 @@ class Exchanged(NamedTuple):
         """The same: each branch is added to sums of all tokens."""
         first, *others = self.schedules
         if not (others or self.has_gradient):
-            return self._tokens + self._copied(first) + (0 if self.work.has_one_branch else self._computed(first))
+            sums = 0 if self.work.has_one_branch else self._computed(first)
+            return self._tokens + self._rows_copied_on_tpus(first) + sums
         # Arrays that the caller gets are not there yet.
         of_caller = self._queries + self.has_gradient * self.work.batch * self._key_length * self._key_bytes(1)
         # The results of the first branch become the sums.
@@ -57,9 +58,9 @@ class Exchanged(NamedTuple):
     def _of_group(self, schedule: BranchSchedule) -> float:
         """The bytes of the results of a group of segments, and of rows that are copied."""
         results = self._computed(schedule) * self._result_size * self.work.itemsize / self.work.sum_itemsize
-        return results / schedule.queries.num_groups + self._copied(schedule)
+        return results / schedule.queries.num_groups + self._rows_copied_on_tpus(schedule)
 
-    def _copied(self, schedule: BranchSchedule) -> float:
+    def _rows_copied_on_tpus(self, schedule: BranchSchedule) -> float:
         """The bytes of rows with empty ones where segments are not whole, and for outputs half of those in order."""
         if schedule.branch.keeps_all and not schedule.queries.is_full:
             return self._rows(schedule)
