@@ -23,9 +23,9 @@ class Factors(NamedTuple):
     gathered: tuple[float, float]  # these, and their sums, with the gradient
     own_beside_gathered: float  # those of a device, as they are sent, without
     # Of what a branch keeps, the share that is there as well when the one that keeps most is computed: of rows in
-    # another order, of those with neighbours, which are on their way from the beginning, of XLA's tiles, where whole
-    # rows travel and else, of those that exchange all tokens, and of others; and the most of any of these where that
-    # one gathers keys.
+    # another order, of those with neighbours, which are on their way from the beginning, of XLA's tiles, where all rows
+    # of a shard are sent and else, of those that exchange all tokens, and of others; and the most of any of these where
+    # that one gathers keys.
     share_sorted: float
     share_of_neighbours: tuple[float, float]
     share_of_tiles: tuple[float, float]

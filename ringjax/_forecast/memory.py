@@ -57,7 +57,8 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     # Sums are what several branches are added to. Where some of these have none, others are added as cheaply.
     sums = [one.sums for one in held]
     keep += max(sums) if others and all(sums) else 0
-    return keep + sum(one.output for one in others) if factors.keeps_outputs and not has_gradient else keep
+    outputs = sum(one.output for one in others) if factors.keeps_outputs and not has_gradient else 0
+    return keep + outputs
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
@@ -76,11 +77,12 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
 
 
 def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
+    """How much of what a branch keeps is there while the one that keeps most is computed."""
     if schedule.queries.chunks == "residues" and not schedule.is_local:
         return factors.share_sorted
     if schedule.traits.copies_arguments:
-        stays_whole = schedule.branch.keeps_all and not schedule.is_local
-        return factors.share_of_tiles[not stays_whole]
+        sends_all = schedule.branch.keeps_all and not schedule.is_local
+        return factors.share_of_tiles[not sends_all]
     if schedule.exchange_size > 1 or schedule.is_local or schedule.is_closed:
         return factors.share
     return factors.share_of_neighbours[has_gradient]
