@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+LANES = 128  # the columns of a TPU's register
+
 
 def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
     """Returns the arrays. On CPUs they are made to depend on those that are `earlier`, and so come after them.
@@ -32,10 +34,20 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
 
 
 def behind(arrays: Any, computed: Any) -> Any:
-    """Returns the arrays. On TPUs what is made of them begins after what is `computed`, and shares no pass with it."""
+    """Returns the arrays [B, n, ...]. On TPUs what is made of them begins after what is `computed`, in other passes."""
     if not jax.tree.leaves(computed):
         return arrays
-    wait = lambda arrays, computed: jax.lax.optimization_barrier((arrays, computed))[0]
+
+    def wait(arrays: Any, computed: Any) -> Any:
+        # Compilers lay out by its shape what passes a barrier. Narrow arrays pass it with their rows last: else they
+        # would be copied, to lanes that they do not fill.
+        is_narrow = lambda array: array.shape[-1] % LANES != 0
+        turned = jax.tree.map(lambda array: jnp.moveaxis(array, 1, -1) if is_narrow(array) else array, arrays)
+        passed, _ = jax.lax.optimization_barrier((turned, computed))
+        return jax.tree.map(
+            lambda array, turned: jnp.moveaxis(turned, -1, 1) if is_narrow(array) else turned, arrays, passed
+        )
+
     return jax.lax.platform_dependent(arrays, computed, tpu=wait, default=lambda arrays, _: arrays)
 
 
