@@ -46,10 +46,10 @@ class Size(NamedTuple):
 SIZES = {
     "long contexts": Size((65536, 131072), (8, 16, 32), (1, 2, 4, 8), cases=20),
     "sizes of models": Size((8192, 16384, 32768), (16, 32), (1, 2, 4, 8), cases=20),
-    # So little that what TPUs copy to their vector memory, which is not counted, weighs as much.
+    # So little that TPUs have most of it in their vector memory.
     "small sizes": Size((1024, 2048), (2, 4, 8, 16), (1, 2), cases=10),
 }
-SEED = 157  # of other draws than the count was fitted to
+SEED = 163  # of other draws than the count was fitted to
 ROOM = 0.75  # of the memory of a device: what takes more, as counted, is not drawn
 
 

@@ -111,7 +111,8 @@ FOLDERS = {
             "exchanged": {"factors"},
             "kept": {"factors"},
             "machine": set(),
-            "memory": {"exchanged", "factors", "kept"},
+            "several": {"factors", "kept"},
+            "memory": {"exchanged", "factors", "kept", "several"},
             "forecast": {"call", "factors", "machine", "memory"},
         },
     ),
@@ -150,7 +151,7 @@ UPWARDS = {"_definition/pattern": "ringjax._planner.pictures"}
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
 WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]}
-WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "factors", "kept", "machine", "memory")}
+WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "factors", "kept", "machine", "memory", "several")}
 WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
 WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
 WITH_AXES |= {"_planner/measure", "_planner/compiled"}

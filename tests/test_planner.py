@@ -524,33 +524,46 @@ def test_explaining_says_what_was_warned_of_before():
         call()
 
 
+# The vector memory that compilers for TPUs fill, and what is there and not in memory at the peak.
+FILLED = 104 * 2**20
+ELSEWHERE = 0.15 * FILLED
+
+
 def test_what_a_device_holds():
     """Arguments and results, which lie close; and of one branch what is there beside them, in bfloat16."""
-    size = {"num_tokens": 2**17, "num_heads": 4, "mesh": 1}
-    of_kernel = {"H100": 0, "v5p": 2**24}  # the memory of its own that a kernel for TPUs has
-    best = lambda device, *branches, **more: plan(branches, **size, **more, device=device).best
-    of = lambda device, *branches, **more: best(device, *branches, **more).memory - of_kernel[device]
+    size = {"num_tokens": 2**19, "num_heads": 4, "mesh": 1}
+    of = lambda device, *branches, **more: plan(branches, **size, **more, device=device).best.memory
     held = lambda device, **more: of(device, Segments(1024), **more)
-    numbers = 2**17 * 4 * 128  # of queries, keys, values, outputs and each of their gradients
-    stats = 2**17 * 4 * 4  # the lse, which cuDNN reads beside the output and its cotangent
+    numbers = 2**19 * 4 * 128  # of queries, keys, values, outputs and each of their gradients
+    stats = 2**19 * 4 * 4  # the lse, which cuDNN reads beside the output and its cotangent
     # All rows are the arguments themselves, of which the backward copies some.
     assert held("H100", head_dim=128) == numbers * 2 * (4 + 3) + round(0.3 * (numbers * 2 * (3 + 2) + stats))
     assert held("H100", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1)
-    # TPUs lay out anew what kernels read: of sixteen groups of segments, some at a time, which is less than the
-    # gradient of all queries.
-    assert held("v5p", head_dim=128) == numbers * 2 * (4 + 3 + 1)
-    whole = of("v5p", Segments(2**17), head_dim=128)
-    assert abs(whole - numbers * 2 * (4 + 3) - numbers * 2 * 3 * 2.3) <= 1
-    # Of a branch that adds to its own rows alone their sums as well, some of the other one, which are the sums of all
-    # queries, and all sums in float32.
-    both = of("v5p", Segments(1024), Segments(2048, 2), head_dim=128)
-    strided = numbers * 2 * 3 * (2 + 0.3 / 16)
-    assert abs(both - numbers * 2 * (4 + 3) - strided - 0.2 * numbers * 4 - 0.53 * numbers * 4 * 3) <= 1
-    assert held("v5p", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1) + round(0.25 * numbers * 2 * 3)
-    # Heads of 64 lie as the caller's do.
-    assert held("v5p", head_dim=64) == numbers * (4 + 3) + round(0.7 * 2.3 / 16 * numbers * 3)
-    assert of("v5p", Segments(2048, 2), head_dim=64) == held("v5p", head_dim=64)
+    # TPUs lay out anew what kernels read, queries, cotangents, keys and values: of 64 groups of segments one at a time,
+    # beside the gradient of all queries.
+    in_groups = numbers * 2 * (4 + 3) + numbers * 2 * (1 + 4 / 64) - ELSEWHERE
+    assert held("v5p", head_dim=128) == pytest.approx(in_groups, abs=1)
+    whole = numbers * 2 * (4 + 3) + numbers * 2 * 4 - ELSEWHERE
+    assert of("v5p", Segments(2**19), head_dim=128) == pytest.approx(whole, abs=1)
+    # Small arrays are copied to the vector memory, and heads of 64 are read where they lie, and written.
+    assert of("v5p", Segments(2**19), head_dim=64) == numbers * (4 + 3) + FILLED
+    assert of("v5p", Segments(2**19), head_dim=64, has_gradient=False) == numbers * (3 + 1)
+    small = plan([Segments(2**14)], num_tokens=2**14, num_heads=4, head_dim=64, mesh=1, device="v5p").best.memory
+    assert small == round(1.9 * 2**14 * 4 * 64 * 2 * (4 + 3))
+    assert held("v5p", head_dim=128, has_gradient=False) == numbers * 2 * (3 + 1) + FILLED // 2
     assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
+
+
+def test_branches_of_tpus_are_added_in_turn():
+    """To sums of float32: groups of segments to those of a window before them, where these are not there once more."""
+    size = {"num_tokens": 2**19, "num_heads": 8, "head_dim": 128, "device": "v5e"}
+    held = lambda *branches, **more: plan(list(branches), **size, **more).forecasts[0].memory
+    sums = 3 * 65536 * 8 * 128 * 4  # of a device's tokens
+    window, groups = Window(513), Segments(2048, 4)
+    assert 0.5 * sums < held(groups, window) - held(window, groups) < sums
+    assert held(window, groups) > 0.9 * held(window)
+    output = lambda *branches: held(*branches, has_gradient=False)
+    assert output(window, groups) > output(window) > output(groups)
 
 
 def test_what_comes_by_is_there_with_its_sums():
@@ -560,12 +573,12 @@ def test_what_comes_by_is_there_with_its_sums():
     assert window(1025).strategy == "ring"
     query = 4 * (128 * (2 + 2 + 4) + 2 * 4)  # of four heads: itself, its cotangent and gradient, lse and delta
     key = 4 * 128 * 2 * (2 + 4)  # and value, with gradients
-    assert abs(window(1025).memory - window(513).memory - 1.1 * 1.15 * 512 * query) <= 1
+    assert abs(window(1025).memory - window(513).memory - 1.1 * 1.2 * 512 * query) <= 1
     segments = {one.strategy: one.memory for one in plan([Segments(2**19)], **size).forecasts}
     ring = 65536 * (key + 2 * query + 2 * 4 * 128 * 2)  # balanced: halves are swapped
     half = 4 * (128 * (2 + 2) + 2 * 4) / 2  # of a query, without its gradient
     gathered = 65536 * (query - half + 8 * 4 * 128 * 2 * (1.5 * 2 + 0.47 * 4))
-    assert segments["all_gather"] - segments["ring"] == round(gathered) - round(1.1 * ring)
+    assert segments["all_gather"] - segments["ring"] == pytest.approx(gathered - 1.05 * ring, abs=1)
 
 
 def test_rows_of_narrow_heads_are_put_among_sums():
@@ -588,12 +601,12 @@ def test_what_a_ring_of_some_rows_holds():
 
     numbers = 2**10 * 128  # of a device's queries, one of eight
     queries, keys = (2 + 2 + 4) * numbers + 2**10 * 2 * 4, 2 * (2 + 4) * numbers  # with gradients, lse and delta
-    beside = 1.1 * (2 * queries + keys) / 2
-    # A kernel has 16 MiB of a memory of its own, or less where there is less of all.
-    assert ring(2**21) == 2**8 * numbers * 2 * (4 + 3) + round(2**8 * beside) + 2**24
-    assert ring(2**13) == (numbers * 2 * (4 + 3) + round(beside)) * 6 // 5
+    beside = 1.05 * (2 * queries + keys) / 2
+    assert ring(2**21) == pytest.approx(2**8 * (numbers * 2 * (4 + 3) + beside) - ELSEWHERE, abs=1)
+    assert ring(2**13) == numbers * 2 * (4 + 3) + round(1.35 * beside)  # in the vector memory as well
     sums, keys = 4 * numbers / 2, 2 * 2 * numbers / 2
-    assert ring(2**13, has_gradient=False) == (numbers * 2 * (3 + 1) + round(sums + 2 * keys)) * 6 // 5
+    output = 2**8 * (numbers * 2 * (3 + 1) + sums + 2 * keys) - ELSEWHERE
+    assert ring(2**21, has_gradient=False) == pytest.approx(output, abs=1)
 
 
 def test_branches_share_a_peak():
@@ -629,17 +642,19 @@ def test_what_is_exchanged():
     # Two devices need the same key/value head: what is sent of these is an array of its own.
     repeated = {one.strategy: one for one in plan([Segments(2**19)], num_kv_heads=4, **size, device="H100").forecasts}
     assert repeated["all_to_all"].memory == tokens * (3 + 2) + exchanged + (2 + 2) * tokens
-    on_tpus = lambda *branches: held(*branches, device="v5e") - tokens * (4 + 3) - 2**24  # which a kernel has
-    assert on_tpus(Segments(2**19, 4)) == round(3 * tokens * 2.3 / 4)  # of these, rows alone are exchanged
+    on_tpus = lambda *branches: held(*branches, device="v5e") - tokens * (4 + 3) + round(ELSEWHERE)
+    assert on_tpus(Segments(2**19, 4)) == tokens * (2 + 2) / 4  # of these, rows alone are exchanged
     # What kernels for TPUs need of queries beside themselves are cotangents, lse and delta. Some of this is copied, and
     # what the caller gets is not there yet.
     exchanged = tokens * (2 + 2) + 65536 * 8 * 2 * 4
-    assert on_tpus(Segments(2**19)) == exchanged + tokens
+    # So many pairs of tiles are computed in bands, into which most of queries and cotangents are cut.
+    cut = 1.5 * tokens
+    assert on_tpus(Segments(2**19)) == exchanged + tokens + cut
     assert on_tpus(Segments(1000, 4)) == pytest.approx(exchanged + tokens * (3 / 4 - 3), rel=1e-3)
-    assert on_tpus(Segments(1000)) == pytest.approx((1 + padded) * exchanged + tokens, rel=2e-3)
+    assert on_tpus(Segments(1000)) == pytest.approx((1 + padded) * exchanged + tokens + cut, rel=2e-3)
     # Several branches are added to sums of float32, one after the other, and a group of segments at a time: gradients
     # of keys and values are more than those of queries, which are rounded.
-    windows = exchanged + (1 - 3) * tokens + 2 * 3 * tokens + 2 * 2 * tokens
+    windows = exchanged + (1 - 3) * tokens + 2 * 3 * tokens + 2 * 2 * tokens + cut
     assert on_tpus(Segments(2**19), Window(9)) == windows
     assert on_tpus(Window(9), Segments(2**18)) == windows - 2 * tokens
 

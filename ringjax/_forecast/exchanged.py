@@ -6,9 +6,11 @@ Arrays are counted as compilers have them, who free each when it was read last.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringjax._forecast.factors import LANES
+from ringjax._forecast.factors import LANES, is_in_bands
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
+
+_CUT_INTO_BANDS = 1.5
 
 
 def exchanges_all(schedule: BranchSchedule) -> bool:
@@ -32,17 +34,22 @@ class Exchanged(NamedTuple):
 
     @property
     def on_tpus(self) -> float:
-        """The same: each branch is added to sums of all tokens."""
+        """The same: each branch is added to sums of all tokens, which the results of the first become."""
         first, *others = self.schedules
-        if not (others or self.has_gradient):
-            sums = 0 if self.work.has_one_branch else self._computed(first)
-            return self._tokens + self._rows_copied_on_tpus(first) + sums
+        several = not self.work.has_one_branch
+        if not self.has_gradient:
+            results = self._computed(first) * several
+            if first.is_causal and is_in_bands(first):  # which are put together
+                results += self._queries * self._result_size
+            own = [results + self._rows_copied_on_tpus(first)]
+            own += [self._queries * self._result_size + self._of_group(schedule) for schedule in others]
+            # The exchanged queries lie where the output will be.
+            return self._tokens + max(own) - self._queries * several
         # Arrays that the caller gets are not there yet.
-        of_caller = self._queries + self.has_gradient * self.work.batch * self._key_length * self._key_bytes(1)
-        # The results of the first branch become the sums.
-        sums = (self._queries + self.has_gradient * self._keys) * self._result_size if others else 0
+        of_caller = self._queries + self.work.batch * self._key_length * self._key_bytes(1)
+        sums = (self._queries + self._keys) * self._result_size if others else 0
         own = max(self._of_group(schedule) for schedule in (others or [first]))
-        are_copied = self.has_gradient and (bool(others) or (first.branch.keeps_all and not self._is_grouped))
+        are_copied = bool(others) or (first.branch.keeps_all and not self._is_grouped)
         return max(self._tokens + are_copied * self._queries + sums + own - of_caller, self._returning())
 
     @property
@@ -58,14 +65,21 @@ class Exchanged(NamedTuple):
     def _of_group(self, schedule: BranchSchedule) -> float:
         """The bytes of the results of a group of segments, and of rows that are copied."""
         results = self._computed(schedule) * self._result_size * self.work.itemsize / self.work.sum_itemsize
-        return results / schedule.queries.num_groups + self._rows_copied_on_tpus(schedule)
+        # Gradients that are taken in bands copy most of queries and cotangents for it.
+        cut = _CUT_INTO_BANDS * self._queries if self.has_gradient and is_in_bands(schedule) else 0
+        return results / schedule.queries.num_groups + self._rows_copied_on_tpus(schedule) + cut
 
     def _rows_copied_on_tpus(self, schedule: BranchSchedule) -> float:
-        """The bytes of rows with empty ones where segments are not whole, and for outputs half of those in order."""
+        """The bytes of rows with empty ones where segments are not whole, and beside other branches of those in order.
+
+        With the gradient half of these, and none of narrow heads.
+        """
         if schedule.branch.keeps_all and not schedule.queries.is_full:
             return self._rows(schedule)
-        is_sorted = schedule.queries.chunks == "residues" and len(self.schedules) > 1
-        return self._rows(schedule) / 2 if is_sorted and not self.has_gradient else 0
+        if schedule.queries.chunks != "residues" or self.work.has_one_branch:
+            return 0
+        is_narrow = self.work.width % LANES != 0
+        return self._rows(schedule) * (0.5 * (not is_narrow) if self.has_gradient else 1)
 
     def _computed(self, schedule: BranchSchedule) -> float:
         """The bytes of sums of queries and of those of keys, which two kernels compute one after the other."""

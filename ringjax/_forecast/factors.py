@@ -2,14 +2,23 @@
 
 from typing import NamedTuple
 
+from ringjax._schedule.schedule import BranchSchedule
+
 LANES = 128  # of a TPU: heads whose width is no multiple of it are narrow
+_PAIRS_IN_ONE_LIST = 2**36
+
+
+def is_in_bands(schedule: BranchSchedule) -> bool:
+    """Whether a TPU's scalar memory is too small for a list of all tiles that meet: then it takes some after others."""
+    gathered = schedule.gather_size if schedule.is_gathered else 1
+    return schedule.queries.num_slots * schedule.keys.num_slots * gathered > _PAIRS_IN_ONE_LIST
 
 
 class Factors(NamedTuple):
     """How often what is counted is there, on one kind of devices. Of two numbers, the second is with the gradient."""
 
     lanes: int  # heads whose width is no multiple of it are narrow
-    of_kernel: int  # bytes of a memory of its own
+    vector_memory: int  # bytes that compilers fill of it
     # Rows that do not travel, laid out anew: None where kernels read the arguments themselves, of which the backward
     # copies some, and rows that were taken.
     laid_out: tuple[float, float] | None
@@ -22,25 +31,12 @@ class Factors(NamedTuple):
     gathered_for: tuple[float, float]  # queries beside which keys and values of whole segments are gathered
     gathered: tuple[float, float]  # these, and their sums, with the gradient
     own_beside_gathered: float  # those of a device, as they are sent, without
-    # Of what a branch keeps, the share that is there as well when the one that keeps most is computed: of rows in
-    # another order, of those with neighbours, which are on their way from the beginning, of XLA's tiles, where all rows
-    # of a shard are sent and else, of those that exchange all tokens, and of others; and the most of any of these where
-    # that one gathers keys.
-    share_sorted: float
-    share_of_neighbours: tuple[float, float]
-    share_of_tiles: tuple[float, float]
-    share_exchanged: float
-    share: float
-    share_beside_gathered: float
-    keeps_outputs: bool  # those of branches, until they are added
-    sums: float  # those of all tokens, to which branches are added one by one; and where they exchange rows
-    sums_exchanged: float
 
 
 # CPUs are counted as GPUs are.
 ON_GPUS = Factors(
     lanes=1,
-    of_kernel=0,
+    vector_memory=0,
     laid_out=None,
     travelling=(1, 1),
     neighbours=(1, 1.05),
@@ -51,37 +47,19 @@ ON_GPUS = Factors(
     gathered_for=(0.3, 0.7),
     gathered=(0.55, 0.8),
     own_beside_gathered=1,
-    share_sorted=1,
-    share_of_neighbours=(0.55, 0.65),
-    share_of_tiles=(0.7, 0.3),
-    share_exchanged=0.05,
-    share=0.65,
-    share_beside_gathered=0.35,
-    keeps_outputs=True,
-    sums=0.2,
-    sums_exchanged=0,
 )
 # Kernels for TPUs read heads that lie apart, and branches wait for each other.
 ON_TPUS = Factors(
     lanes=LANES,
-    of_kernel=2**24,
-    laid_out=(0.25, 2.3),
-    travelling=(1, 1.1),
-    neighbours=(1, 1.1),
+    vector_memory=104 * 2**20,
+    laid_out=(0.35, 1.9),
+    travelling=(1, 1.05),
+    neighbours=(0.9, 1.1),
     staying=(0, 1),
     swapped=(1, 2),
-    halo=(1.15, 1.15),
-    one_rotation=(2.6, 1.2),
+    halo=(1.3, 1.2),
+    one_rotation=(2.8, 1.25),
     gathered_for=(0, 0.5),
     gathered=(1.5, 0.47),
     own_beside_gathered=0,
-    share_sorted=0.6,
-    share_of_neighbours=(0.2, 0.15),
-    share_of_tiles=(0.7, 0.3),
-    share_exchanged=0.125,
-    share=0.2,
-    share_beside_gathered=1,
-    keeps_outputs=False,
-    sums=0.53,
-    sums_exchanged=1,
 )

@@ -1,13 +1,13 @@
 """The bytes that one branch keeps beside arguments and results, by count: its rows, what comes by, and their sums.
 
 Compilers copy, and begin early what travels. The factors here, and in `factors`, come near to what they chose in some
-700 random programs for H100s, and 400 for a v5e.
+700 random programs for H100s, and 440 for a v5e.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringjax._forecast.factors import Factors
+from ringjax._forecast.factors import Factors, is_in_bands
 from ringjax._schedule.cost import RowBytes, Work
 from ringjax._schedule.schedule import BranchSchedule, Leg
 
@@ -20,20 +20,20 @@ _GIVEN_TO_LOOPS = 0.65
 # How often sums of the tokens of all groups of segments are there: with rows before their width, and last.
 _SUMS_OF_GROUPS = 2, 1
 # How much of what is laid out is so where rows are last: compilers then have the caller's arrays so too.
-_ROWS_LAST = 0.7
+_ROWS_LAST = 0.5
 # How much of what was exchanged is there.
 _EXCHANGED = 0.5
 # How often sums of keys are there that have rows last, some of which are laid out anew to be summed over devices.
 _SUMS_ROWS_LAST = 1.35
-# Of more pairs lists of tiles do not fit a TPU's scalar memory, and bands of them are run after each other: how much
-# more there is then of what was gathered.
-_PAIRS_IN_ONE_LIST, _GATHERED_IN_BANDS = 2**36, 2
-# How often sums of all tokens are there where neighbours' gradients are added to them.
-_SUMS_OF_NEIGHBOURS = 1.35
+# How much more there is of what was gathered where it meets in bands.
+_GATHERED_IN_BANDS = 2
+# How often queries, and keys and values, are there with their sums where neighbours' gradients are added to these: and
+# so where sums are of the dtype of results.
+_ADDING, _ADDING_TO_RESULTS = (3.7, 1.7), (2.8, 0.3)
 # How often sums of keys and values are there among which rows are put.
 _PUT_AMONG = 0.75
 # How much of the rows that stay is there once more in another order.
-_SORTED = 0.65
+_SORTED = 0.7
 # How often the logits of a tile are there, with what becomes of them.
 _LOGITS = 1.6, 3.2
 
@@ -52,16 +52,23 @@ class Kept(NamedTuple):
         return self._computing() + self._exchanged() + self.tiles + self._put_among()
 
     @property
-    def sums(self) -> float:
-        """The bytes of sums of all tokens, where branches are added to them one by one."""
+    def query_sums(self) -> int:
+        """The bytes of sums of all queries, to which branches are added: of outputs, or gradients.
+
+        On GPUs branches are added all at once that return from an exchange.
+        """
         work, schedule = self.work, self.schedule
-        if schedule.traits.are_added_at_once:
-            return 0
-        numbers = self._tokens() // work.itemsize
-        if not self.has_gradient:
-            numbers = work.batch * schedule.of_devices().queries.shard_length * work.num_heads * work.value_width
-        factor = self.factors.sums if schedule.exchange_size == 1 else self.factors.sums_exchanged
-        return factor * numbers * work.sum_itemsize
+        returns = self.factors.laid_out is None and schedule.exchange_size > 1
+        width = work.width if self.has_gradient else work.value_width
+        numbers = work.batch * schedule.of_devices().queries.shard_length * work.num_heads * width
+        return 0 if schedule.traits.are_added_at_once or returns else numbers * work.sum_itemsize
+
+    @property
+    def sums(self) -> int:
+        """The bytes of sums of all tokens."""
+        if not self.query_sums or not self.has_gradient:
+            return self.query_sums
+        return self._tokens() // self.work.itemsize * self.work.sum_itemsize
 
     @property
     def output(self) -> int:
@@ -90,9 +97,9 @@ class Kept(NamedTuple):
         if schedule.is_local:
             return self._local()
         if schedule.is_gathered:
-            return self._gathered()
+            return max(self._gathered(), self._swapping_back())
         factors = self.factors.travelling if schedule.is_closed else self.factors.neighbours
-        return self._travelling() * factors[self.has_gradient]
+        return max(self._travelling() * factors[self.has_gradient], self._swapping_back())
 
     @property
     def _rows_last(self) -> bool:
@@ -103,13 +110,6 @@ class Kept(NamedTuple):
     @property
     def _is_narrow(self) -> bool:
         return self.work.width % self.factors.lanes != 0
-
-    @property
-    def _is_in_bands(self) -> bool:
-        """Whether a list of all tiles that meet gathered keys is too long for kernels for TPUs."""
-        schedule = self.schedule
-        pairs = schedule.queries.num_slots * schedule.keys.num_slots * schedule.gather_size
-        return self.factors.laid_out is not None and pairs > _PAIRS_IN_ONE_LIST
 
     @property
     def _sorted(self) -> float:
@@ -126,7 +126,7 @@ class Kept(NamedTuple):
     @property
     def _sums_are_results(self) -> bool:
         """Whether sums of a shard's tokens are the gradients themselves: of narrow heads, in the same dtype."""
-        is_same = self.work.itemsize == self.work.sum_itemsize
+        is_same = self.work.itemsize == self.work.sum_itemsize and not self._sorted
         return self.has_gradient and self._rows_last and self.schedule.branch.keeps_all and is_same
 
     def _put_among(self) -> float:
@@ -153,19 +153,34 @@ class Kept(NamedTuple):
         """Rows that are taken. All of a shard are the arguments themselves, of which the backward copies some."""
         schedule, row = self.schedule, self.row
         if self.factors.laid_out is not None:
-            return self._laid_out(self.factors.laid_out[self.has_gradient])
+            return self._copied() if self.work.has_one_branch else self._laid_out(self.factors.laid_out)
         rows = schedule.queries.num_slots * row.queries + schedule.keys.num_slots * row.keys
         if schedule.traits.copies_arguments and schedule.exchange_size == 1:  # of a group of segments, and of the next
             return rows * min(1, 2 / schedule.queries.num_groups)
         return rows * self.has_gradient * _COPIED_OF_ARGUMENTS if schedule.branch.keeps_all else rows
 
-    def _laid_out(self, laid_out: float) -> float:
-        """Rows that are laid out anew: those of all tokens so often."""
-        schedule, keeps_all = self.schedule, self.schedule.branch.keeps_all
+    def _copied(self) -> float:
+        """What kernels for TPUs read and write of a group of segments, if it is all that is computed.
+
+        Results lie where the caller's will. Rows are those of queries, of which cotangents are as many, and of keys.
+        """
+        schedule, row = self.schedule, self.row
+        queries, keys = schedule.queries.num_slots * self.work.query_row(schedule), schedule.keys.num_slots * row.keys
+        is_whole = schedule.branch.keeps_all and schedule.queries.num_groups == 1
+        if self._is_narrow and is_whole and schedule.exchange_size == 1:  # the arguments as they are
+            return 0
+        are_results = schedule.exchanges_rows or not (self.has_gradient or schedule.branch.keeps_all)
+        of_group = ((1 + (self.has_gradient or are_results)) * queries + keys) / schedule.queries.num_groups
+        is_in_groups = self.has_gradient and not is_whole and schedule.branch.keeps_all and not self._is_narrow
+        return of_group + is_in_groups * self._queries()
+
+    def _laid_out(self, factors: tuple[float, float]) -> float:
+        """Rows that are laid out anew, beside other branches: those of all tokens so often."""
+        schedule, keeps_all, laid_out = self.schedule, self.schedule.branch.keeps_all, factors[self.has_gradient]
         if self._rows_last:
             laid_out *= _ROWS_LAST
         if self.has_gradient:  # of a group of segments, but for the sums of rows that are not all tokens
-            sums = 0 if keeps_all or self.work.has_one_branch else _SUMS_OF_GROUPS[self._rows_last]
+            sums = 0 if keeps_all else _SUMS_OF_GROUPS[self._rows_last]
             laid_out = sums + (laid_out - sums) / schedule.queries.num_groups
         if schedule.exchanges_rows:
             laid_out /= schedule.branch.offset_rate
@@ -176,8 +191,6 @@ class Kept(NamedTuple):
         work, schedule = self.work, self.schedule
         if schedule.exchange_size > 1 or not self.has_gradient or self._rows_last:
             return 0
-        if work.has_one_branch:  # in their own dtype, and put where the results are
-            return schedule.branch.keeps_all * self._queries()
         return work.batch * schedule.queries.shard_length * work.num_heads * work.width * work.sum_itemsize
 
     def _gathered(self) -> float:
@@ -188,7 +201,7 @@ class Kept(NamedTuple):
         of_key = (1 + self.factors.own_beside_gathered / schedule.gather_size) * row.keys
         if self.has_gradient:
             of_key = of_rows * row.keys + of_sums * row.keys_grad
-        of_key *= _GATHERED_IN_BANDS if self._is_in_bands else 1
+        of_key *= _GATHERED_IN_BANDS if self.factors.laid_out is not None and is_in_bands(schedule) else 1
         stay = schedule.queries.num_slots * (of_queries * row.queries + row.query_grad)
         return stay + schedule.gather_size * schedule.keys.num_slots * of_key
 
@@ -207,8 +220,7 @@ class Kept(NamedTuple):
             # A shard visits its own rows in two parts, while the halo comes and while its gradient returns.
             halo = self.factors.halo[self.has_gradient] * sum(leg.halo_rows(side) for leg in legs)
             if self._adds_to_all:
-                kept = _SUMS_OF_NEIGHBOURS * self._tokens() * self.work.sum_itemsize / self.work.itemsize
-                return kept + halo * come_by + self._sorted * stays.num_slots * rows
+                return self._adding() + halo * come_by
             if self._sums_are_results:
                 kept -= stays.num_slots * of_stays
             return kept + self._has_own(legs) * side.num_slots * own + halo * come_by
@@ -216,6 +228,13 @@ class Kept(NamedTuple):
             return kept + self._swapped() + 2 * side.num_slots * come_by
         of_kind = _ONE_ROTATION_OF_TILES if schedule.traits.copies_arguments else self.factors.one_rotation
         return kept + rotations * of_kind[self.has_gradient] * side.num_slots * come_by
+
+    def _adding(self) -> float:
+        """Queries and cotangents, laid out anew, and sums of all tokens, some of which lie where results will."""
+        queries, keys = self._queries(), self._tokens() - self._queries()
+        wider = self.work.sum_itemsize / self.work.itemsize
+        of_queries, of_keys = _ADDING_TO_RESULTS if wider == 1 else _ADDING
+        return of_queries * queries + of_keys * keys
 
     def _staying(self, rotations: int) -> float:
         """How often rows that stay are there beside the arguments."""
@@ -248,6 +267,18 @@ class Kept(NamedTuple):
             return 0
         queries = schedule.queries.num_slots * self.work.query_row(schedule)
         return self.factors.swapped[self.has_gradient] * queries
+
+    def _swapping_back(self) -> float:
+        """Sums whose halves are swapped back on TPUs before they are added: as they are, in halves, and in order."""
+        schedule, row = self.schedule, self.row
+        is_swapped = schedule.is_balanced and schedule.branch.keeps_all and not schedule.traits.copies_arguments
+        if self.factors.laid_out is None or self.work.has_one_branch or not is_swapped:
+            return 0
+        sums = 3 * schedule.queries.num_slots * row.query_grad
+        if not self.has_gradient:  # some lie where the output will
+            return sums - self._queries()
+        keys = 0 if schedule.is_gathered else schedule.keys.num_slots * (row.keys + 2 * row.keys_grad)
+        return sums + schedule.queries.num_slots * row.queries / 2 + keys
 
     def _exchanged(self) -> float:
         """What was exchanged, and the results that are to return; rings begin when it has arrived, and reuse it.

@@ -6,13 +6,17 @@
 import itertools
 import operator
 from collections.abc import Hashable
-from typing import NamedTuple
 
+from ringjax._forecast import several
 from ringjax._forecast.exchanged import Exchanged, exchanges_all
 from ringjax._forecast.factors import Factors
 from ringjax._forecast.kept import Kept
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
+
+# How much of arguments and results, or of what is beside them, is copied to a TPU's vector memory if there is room, and
+# how much room is filled for outputs of local branches; and how much of it is filled with what memory has not, then.
+_COPIED, _COPIED_BESIDE, _ROOM_OF_LOCAL, _ELSEWHERE = 0.9, 1.35, 0.5, 0.15
 
 
 def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> int:
@@ -22,19 +26,18 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     """
     query, out, of_keys = _numbers(work, schedules)
     arguments, results = query + of_keys + has_gradient * out, query + of_keys if has_gradient else out
-    held = (arguments + results) * work.itemsize + round(_beside(work, schedules, factors, has_gradient))
-    # What a kernel has in a TPU's vector memory is there as well: less for small arrays.
-    return held + min(factors.of_kernel, held // 5)
+    held, beside = (arguments + results) * work.itemsize, _beside(work, schedules, factors, has_gradient)
+    copied = _copied(schedules, factors, has_gradient, held, beside)
+    return held + round(max(beside - _ELSEWHERE * factors.vector_memory, copied))
 
 
-class _Held(NamedTuple):
-    """What a branch keeps, or some that are counted together, and how much of it there is beside what keeps most."""
-
-    bytes: float
-    share: float
-    sums: float = 0
-    is_gathered: bool = False
-    output: float = 0
+def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: int, beside: float) -> float:
+    """What is in a TPU's vector memory at the most: small arrays are copied there, and compilers state them as well."""
+    room = factors.vector_memory
+    if not has_gradient and all(schedule.is_local and schedule.exchange_size == 1 for schedule in schedules):
+        # There is nothing to wait for, and nothing to copy if all arrays are read and written as they are.
+        room *= _ROOM_OF_LOCAL * (beside > 0)
+    return min(room, max(_COPIED * held, _COPIED_BESIDE * beside))
 
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
@@ -42,23 +45,15 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     of_branches = {_pairs_of(work, schedule): schedule for schedule in schedules}.values()
     in_turn = [exchanges_all(schedule) for schedule in of_branches]
     kept = [Kept(work, schedule, factors, has_gradient) for schedule in of_branches]
-    held = [
-        _Held(one.bytes, _share(one.schedule, factors, has_gradient), one.sums, one.schedule.is_gathered, one.output)
-        for one in itertools.compress(kept, map(operator.not_, in_turn))
-    ]
+    held = [several.held_by(one) for one in itertools.compress(kept, map(operator.not_, in_turn))]
+    are_gpus = factors.laid_out is None
     for part in exchanged_together(itertools.compress(of_branches, in_turn)):
         tiles = [one.tiles for one in kept if one.schedule in part]
         exchanged = Exchanged(work, part, tiles, has_gradient)
-        num_bytes = exchanged.on_gpus if factors.laid_out is None else exchanged.on_tpus
-        held.append(_Held(num_bytes, factors.share_exchanged))
-    most, *others = sorted(held, reverse=True)
-    most_share = factors.share_beside_gathered if most.is_gathered else 1
-    keep = most.bytes + sum(min(one.share, most_share) * one.bytes for one in others)
-    # Sums are what several branches are added to. Where some of these have none, others are added as cheaply.
-    sums = [one.sums for one in held]
-    keep += max(sums) if others and all(sums) else 0
-    outputs = sum(one.output for one in others) if factors.keeps_outputs and not has_gradient else 0
-    return keep + outputs
+        held.append(several.Held(exchanged.on_gpus if are_gpus else exchanged.on_tpus, "exchanged"))
+    if are_gpus:
+        return several.at_once(held, has_gradient)
+    return several.in_turn(held, work, has_gradient)
 
 
 def _pairs_of(work: Work, schedule: BranchSchedule) -> Hashable:
@@ -74,15 +69,3 @@ def _numbers(work: Work, schedules: Schedules) -> tuple[int, int, int]:
     keys = max(schedule.of_devices().keys.shard_length for schedule in schedules) * work.batch * work.local_heads(1)
     widths = work.width, work.value_width
     return tokens * work.num_heads * widths[0], tokens * work.num_heads * widths[1], keys * sum(widths)
-
-
-def _share(schedule: BranchSchedule, factors: Factors, has_gradient: bool) -> float:
-    """How much of what a branch keeps is there while the one that keeps most is computed."""
-    if schedule.queries.chunks == "residues" and not schedule.is_local:
-        return factors.share_sorted
-    if schedule.traits.copies_arguments:
-        sends_all = schedule.branch.keeps_all and not schedule.is_local
-        return factors.share_of_tiles[not sends_all]
-    if schedule.exchange_size > 1 or schedule.is_local or schedule.is_closed:
-        return factors.share
-    return factors.share_of_neighbours[has_gradient]

@@ -104,7 +104,7 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
 def memory_of(compiled: Any) -> int:
     """Returns the bytes that a device holds at the peak of a compiled program, as its compiler states.
 
-    What a TPU has in its vector memory, at most 128 MiB, counts as well.
+    On TPUs these are arguments, results, and what is beside them in its memory or, if it is more, in its vector memory.
     """
     return compiled.memory_analysis().peak_memory_in_bytes
 

@@ -1,0 +1,125 @@
+"""The bytes of what several branches keep at once, by count: one of them is computed, others are under way or done."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ringjax._forecast.factors import LANES
+from ringjax._forecast.kept import Kept
+from ringjax._schedule.cost import Work
+from ringjax._schedule.schedule import BranchSchedule
+
+
+class Held(NamedTuple):
+    """The bytes that a branch keeps, or some that are counted together, of a `kind`.
+
+    Its `output` is in the dtype of the caller's. Branches are added to sums of all tokens: `query_sums` are those of
+    queries, and `sums` all of them. It `is_in_groups` if it is added to these a group of segments at a time.
+    """
+
+    bytes: float
+    kind: str
+    is_gathered: bool = False
+    is_in_groups: bool = False
+    query_sums: float = 0
+    sums: float = 0
+    output: float = 0
+
+
+def held_by(kept: Kept) -> Held:
+    """Returns what one branch keeps."""
+    schedule = kept.schedule
+    is_in_groups = schedule.is_local and schedule.queries.num_groups > 1
+    sums = kept.query_sums, kept.sums
+    return Held(kept.bytes, _kind_of(schedule), schedule.is_gathered, is_in_groups, *sums, kept.output)
+
+
+def _kind_of(schedule: BranchSchedule) -> str:
+    """How a branch gets its rows."""
+    if schedule.queries.chunks == "residues" and not schedule.is_local:
+        return "sorted"
+    if schedule.traits.copies_arguments:
+        return "tiles of all rows" if schedule.branch.keeps_all and not schedule.is_local else "tiles"
+    if schedule.is_local:
+        return "local"
+    if schedule.is_gathered:
+        return "gathered"
+    return "ring" if schedule.is_closed or schedule.exchange_size > 1 else "neighbours"
+
+
+# The factors of this module come near to what compilers chose, as those in `factors`.
+
+# GPUs. Of what a branch keeps, the share that is there as well when the one that keeps most is computed: for the output
+# and with the gradient. Rows of neighbours are on their way from the beginning, and rows in another order are there.
+_SHARES = {
+    "sorted": (1, 1),
+    "tiles of all rows": (0.7, 0.7),
+    "tiles": (0.3, 0.3),
+    "exchanged": (0.05, 0.05),
+    "neighbours": (0.55, 0.65),
+}
+_SHARE = 0.65, 0.65
+_SHARE_BESIDE_GATHERED = 0.35  # the most of any of these
+_SUMS = 0.2
+
+
+def at_once(held: Sequence[Held], has_gradient: bool) -> float:
+    """Returns the bytes of several branches on GPUs, which compute what they can."""
+    most, *others = sorted(held, reverse=True)
+    most_share = _SHARE_BESIDE_GATHERED if most.is_gathered else 1
+    share = lambda one: min(_SHARES.get(one.kind, _SHARE)[has_gradient], most_share)
+    keep = most.bytes + sum(share(one) * one.bytes for one in others)
+    # Where some branches have no sums, others are added as cheaply.
+    sums = [one.sums for one in held]
+    keep += _SUMS * max(sums) if others and all(sums) else 0
+    return keep if has_gradient else keep + sum(one.output for one in others)
+
+
+class Turn(NamedTuple):
+    """How much is there of what keeps most, of the others, of rings among them, and of outputs and sums.
+
+    Outputs, which are as large as gradients of queries, are those of the others in the dtype of sums. The `sums` are of
+    all tokens, `query_sums` of queries alone.
+    """
+
+    most: float = 1
+    others: float = 0
+    rings: float = 0
+    outputs: float = 0
+    query_sums: float = 0
+    sums: float = 0
+
+
+# TPUs. Results are arrays from the beginning, in which others lie until then: all sums, if they are of the same dtype.
+_FORWARD, _FORWARD_OF_SAME = Turn(0.7, outputs=0.65, sums=0.95), Turn(1, sums=2)
+_FORWARD_OF_NARROW = Turn(1, sums=0.8)  # of the same dtype, too: kernels write outputs of narrow heads as the caller's
+_EXCHANGED, _GATHERED = Turn(1, 0.125), Turn(1.09, 0.42)
+# Of rings, whose sums of keys travel, and of others: where sums are of more bits than results, and of as many.
+_RING, _RING_OF_SAME = Turn(0.93, rings=0.33, outputs=1.05, query_sums=0.55), Turn(0.9, 0.28)
+_OTHER, _OTHER_OF_SAME = Turn(0.68, 0.12, query_sums=0.73, sums=0.77), Turn(1.12, 0.2)
+_IN_PLACE = Turn(0.95, 0.2)  # where groups of segments are added to the sums of the first branch
+
+
+def in_turn(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
+    """Returns the bytes of several branches on TPUs, which take one after the other."""
+    most, *others = sorted(held, reverse=True)
+    if not others:
+        return most.bytes
+    is_same, is_narrow = work.itemsize == work.sum_itemsize, work.width % LANES != 0
+    if most.kind == "exchanged":
+        turn = _EXCHANGED
+    elif not has_gradient:
+        turn = (_FORWARD_OF_NARROW if is_narrow else _FORWARD_OF_SAME) if is_same else _FORWARD
+    elif most.kind == "gathered":
+        turn = _GATHERED
+    elif most.kind == "ring":
+        turn = _RING_OF_SAME if is_same else _RING
+    elif held[0].kind != "local" and all(one.is_in_groups for one in held[1:]):
+        turn = _IN_PLACE
+    else:
+        turn = _OTHER_OF_SAME if is_same else _OTHER
+    query_sums, sums = (max(values) for values in zip(*((one.query_sums, one.sums) for one in held), strict=True))
+    beside = turn.query_sums * query_sums + turn.sums * sums
+    for one in others:
+        share = turn.others + turn.rings * (one.kind == "ring")
+        beside += share * one.bytes + turn.outputs * one.output * work.sum_itemsize / work.itemsize
+    return turn.most * most.bytes + beside
