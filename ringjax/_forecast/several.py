@@ -90,7 +90,7 @@ class Turn(NamedTuple):
 
 
 # TPUs. Results are arrays from the beginning, in which others lie until then: all sums, if they are of the same dtype.
-_FORWARD, _FORWARD_OF_SAME = Turn(0.7, outputs=0.65, sums=0.95), Turn(1, sums=2)
+_FORWARD, _FORWARD_OF_SAME = Turn(0.7, outputs=0.65, sums=0.95), Turn(1, outputs=1.7)
 _FORWARD_OF_NARROW = Turn(1, sums=0.8)  # of the same dtype, too: kernels write outputs of narrow heads as the caller's
 _EXCHANGED, _GATHERED = Turn(1, 0.125), Turn(1.09, 0.42)
 # Of rings, whose sums of keys travel, and of others: where sums are of more bits than results, and of as many.
