@@ -15,6 +15,8 @@ from ringjax._schedule.schedule import BranchSchedule, Leg
 _STAYING_OF_TILES, _ONE_ROTATION_OF_TILES = (0, 0.5), (2, 1.2)
 # How much of the arguments the backward copies where nothing travels.
 _COPIED_OF_ARGUMENTS = 0.3
+# How much of all rows is there with swapped halves for outputs of GPUs' rings of one rotation.
+_SWAPPED_ONCE = 0.7
 # How much of those that stay in a loop is not copied.
 _GIVEN_TO_LOOPS = 0.65
 # How often sums of the tokens of all groups of segments are there: with rows before their width, and last.
@@ -227,6 +229,8 @@ class Kept(NamedTuple):
         if rotations > 1:
             return kept + self._swapped() + 2 * side.num_slots * come_by
         of_kind = _ONE_ROTATION_OF_TILES if schedule.traits.copies_arguments else self.factors.one_rotation
+        if self.factors.laid_out is None and not self.has_gradient and self._swapped():
+            kept += _SWAPPED_ONCE * self._tokens()
         return kept + rotations * of_kind[self.has_gradient] * side.num_slots * come_by
 
     def _adding(self) -> float:
@@ -254,18 +258,24 @@ class Kept(NamedTuple):
     def _has_own(self, legs: Sequence[Leg]) -> bool:
         """Whether a shard's own rows, of the side whose halos come, are beside the arguments.
 
-        For the output of GPUs' kernels those of all tokens are the arguments, where halos come from one side only.
+        For the output of GPUs' kernels those of all tokens are the arguments, where halos come from one side only: for
+        that of TPUs' they are if heads are narrow.
         """
         schedule = self.schedule
-        reads_arguments = self.factors.laid_out is None and not schedule.traits.copies_arguments
-        return self.has_gradient or len(legs) > 1 or not (reads_arguments and schedule.branch.keeps_all)
+        if self.factors.laid_out is None:
+            reads_arguments = len(legs) == 1 and not schedule.traits.copies_arguments
+        else:
+            reads_arguments = self._rows_last and not self._sorted
+        return self.has_gradient or not (reads_arguments and schedule.branch.keeps_all)
 
     def _swapped(self) -> float:
         """Rows whose halves are swapped: where they are not taken anyway, they are arrays beside the arguments."""
         schedule = self.schedule
-        if not (schedule.is_balanced and schedule.branch.keeps_all) or schedule.traits.copies_arguments:
+        if not schedule.branch.keeps_all or schedule.traits.copies_arguments:
             return 0
         queries = schedule.queries.num_slots * self.work.query_row(schedule)
+        if not schedule.is_balanced:  # kernels for TPUs have those of wide heads laid out anew
+            return queries * (self.factors.laid_out is not None and not self._is_narrow and not self.has_gradient)
         return self.factors.swapped[self.has_gradient] * queries
 
     def _swapping_back(self) -> float:

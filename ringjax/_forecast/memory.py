@@ -52,7 +52,7 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
         exchanged = Exchanged(work, part, tiles, has_gradient)
         held.append(several.Held(exchanged.on_gpus if are_gpus else exchanged.on_tpus, "exchanged"))
     if are_gpus:
-        return several.at_once(held, has_gradient)
+        return several.at_once(held, work, has_gradient)
     return several.in_turn(held, work, has_gradient)
 
 

@@ -53,16 +53,16 @@ def _kind_of(schedule: BranchSchedule) -> str:
 _SHARES = {
     "sorted": (1, 1),
     "tiles of all rows": (0.7, 0.7),
-    "tiles": (0.3, 0.3),
+    "tiles": (0.3, 0.42),
     "exchanged": (0.05, 0.05),
     "neighbours": (0.55, 0.65),
 }
 _SHARE = 0.65, 0.65
-_SHARE_BESIDE_GATHERED = 0.35  # the most of any of these
-_SUMS = 0.2
+_SHARE_BESIDE_GATHERED = 0.5  # the most of any of these
+_SUMS = 0.2  # as often as the tokens themselves
 
 
-def at_once(held: Sequence[Held], has_gradient: bool) -> float:
+def at_once(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
     """Returns the bytes of several branches on GPUs, which compute what they can."""
     most, *others = sorted(held, reverse=True)
     most_share = _SHARE_BESIDE_GATHERED if most.is_gathered else 1
@@ -70,7 +70,7 @@ def at_once(held: Sequence[Held], has_gradient: bool) -> float:
     keep = most.bytes + sum(share(one) * one.bytes for one in others)
     # Where some branches have no sums, others are added as cheaply.
     sums = [one.sums for one in held]
-    keep += _SUMS * max(sums) if others and all(sums) else 0
+    keep += _SUMS * max(sums) * work.itemsize / work.sum_itemsize if others and all(sums) else 0
     return keep if has_gradient else keep + sum(one.output for one in others)
 
 
