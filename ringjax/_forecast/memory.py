@@ -17,6 +17,7 @@ from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_toge
 # How much of arguments and results, or of what is beside them, is copied to a TPU's vector memory if there is room, and
 # how much room is filled for outputs of local branches; and how much of it is filled with what memory has not, then.
 _COPIED, _COPIED_BESIDE, _ROOM_OF_LOCAL, _ELSEWHERE = 0.9, 1.35, 0.5, 0.15
+_COPIED_OF_OUTPUTS = 1.35  # of arguments and results, where nothing is exchanged
 
 
 def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> int:
@@ -31,13 +32,14 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     return held + round(max(beside - _ELSEWHERE * factors.vector_memory, copied))
 
 
-def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: int, beside: float) -> float:
+def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: float, beside: float) -> float:
     """What is in a TPU's vector memory at the most: small arrays are copied there, and compilers state them as well."""
-    room = factors.vector_memory
-    if not has_gradient and all(schedule.is_local and schedule.exchange_size == 1 for schedule in schedules):
+    room, exchanged = factors.vector_memory, any(schedule.exchange_size > 1 for schedule in schedules)
+    if not has_gradient and len(schedules) == 1 and schedules[0].is_local and not exchanged:
         # There is nothing to wait for, and nothing to copy if all arrays are read and written as they are.
         room *= _ROOM_OF_LOCAL * (beside > 0)
-    return min(room, max(_COPIED * held, _COPIED_BESIDE * beside))
+    held *= _COPIED if has_gradient or exchanged else _COPIED_OF_OUTPUTS
+    return min(room, max(held, _COPIED_BESIDE * beside))
 
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:

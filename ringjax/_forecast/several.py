@@ -12,13 +12,15 @@ from ringjax._schedule.schedule import BranchSchedule
 class Held(NamedTuple):
     """The bytes that a branch keeps, or some that are counted together, of a `kind`.
 
-    Its `output` is in the dtype of the caller's. Branches are added to sums of all tokens: `query_sums` are those of
-    queries, and `sums` all of them. It `is_in_groups` if it is added to these a group of segments at a time.
+    Its `output` is in the dtype of the caller's, and of all tokens if it `is_whole`. Branches are added to sums of all
+    tokens, `sums`, of which `query_sums` are those of queries. If it `is_in_groups`, its segments are added to these in
+    groups.
     """
 
     bytes: float
     kind: str
     is_gathered: bool = False
+    is_whole: bool = False
     is_in_groups: bool = False
     query_sums: float = 0
     sums: float = 0
@@ -30,7 +32,8 @@ def held_by(kept: Kept) -> Held:
     schedule = kept.schedule
     is_in_groups = schedule.is_local and schedule.queries.num_groups > 1
     sums = kept.query_sums, kept.sums
-    return Held(kept.bytes, _kind_of(schedule), schedule.is_gathered, is_in_groups, *sums, kept.output)
+    is_whole = schedule.branch.keeps_all
+    return Held(kept.bytes, _kind_of(schedule), schedule.is_gathered, is_whole, is_in_groups, *sums, kept.output)
 
 
 def _kind_of(schedule: BranchSchedule) -> str:
@@ -53,7 +56,7 @@ def _kind_of(schedule: BranchSchedule) -> str:
 _SHARES = {
     "sorted": (1, 1),
     "tiles of all rows": (0.7, 0.7),
-    "tiles": (0.3, 0.42),
+    "tiles": (0.43, 0.42),
     "exchanged": (0.05, 0.05),
     "neighbours": (0.55, 0.65),
 }
@@ -71,7 +74,11 @@ def at_once(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
     # Where some branches have no sums, others are added as cheaply.
     sums = [one.sums for one in held]
     keep += _SUMS * max(sums) * work.itemsize / work.sum_itemsize if others and all(sums) else 0
-    return keep if has_gradient else keep + sum(one.output for one in others)
+    if has_gradient:
+        return keep
+    # Where nothing comes from neighbours, a local output of all tokens lies where that of all branches will.
+    waits = any(one.kind in ("neighbours", "sorted") for one in held)
+    return keep + sum(one.output for one in others if waits or not (one.kind == "local" and one.is_whole))
 
 
 class Turn(NamedTuple):
