@@ -189,7 +189,7 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         case = size if topology is None else f"{size}, {topology}"
         rows += [{"claim": claim, "case": case, "value": float(of), "of": len(values)} for claim, of in shares.items()]
-    far = [row for row in found if abs(row["value"] - 1) > 0.3]
+    far = [row for row in found if abs(row["value"] - 1) > 0.15]
     of_far = lambda row: f"{row['topology']}, {row['case']}"
     return rows + [{"claim": "counted over compiled", "case": of_far(row), "value": row["value"]} for row in far]
 
