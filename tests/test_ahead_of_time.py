@@ -406,6 +406,14 @@ def test_narrow_heads_are_not_padded_for_tpus(branch, tokens):
     assert peaks[0] <= 0.6 * peaks[1]
 
 
+def test_narrow_heads_are_not_padded_between_branches_for_tpus():
+    """Where a branch waits for another, what it reads is not copied to registers that heads of 64 half fill."""
+    arguments = {"length": 8 * FEW_OF_A_CHIP, "implementation": "mosaic", "width": 64}
+    compiled = compile_for("v5e:2x4", False, pattern=(Segments(8 * FEW_OF_A_CHIP), Window(20)), **arguments)
+    padded = rf"bf16\[1,{FEW_OF_A_CHIP},\d+,64\]\{{3,2,1,0[^ ]* copy\("
+    assert not re.findall(padded, compiled.as_text())
+
+
 @pytest.mark.slow
 def test_kernels_for_tpus_take_no_more_memory_than_tiles():
     peaks = [

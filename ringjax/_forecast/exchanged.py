@@ -10,6 +10,7 @@ from ringjax._forecast.factors import LANES, is_in_bands
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
+# How often queries are there, with their cotangents, where gradients are taken in bands of tiles.
 _CUT_INTO_BANDS = 1.5
 
 
@@ -36,21 +37,28 @@ class Exchanged(NamedTuple):
     def on_tpus(self) -> float:
         """The same: each branch is added to sums of all tokens, which the results of the first become."""
         first, *others = self.schedules
-        several = not self.work.has_one_branch
         if not self.has_gradient:
-            results = self._computed(first) * several
-            if first.is_causal and is_in_bands(first):  # which are put together
-                results += self._queries * self._result_size
-            own = [results + self._rows_copied_on_tpus(first)]
-            own += [self._queries * self._result_size + self._of_group(schedule) for schedule in others]
-            # The exchanged queries lie where the output will be.
-            return self._tokens + max(own) - self._queries * several
+            return self._output_on_tpus(first, others)
         # Arrays that the caller gets are not there yet.
         of_caller = self._queries + self.work.batch * self._key_length * self._key_bytes(1)
         sums = (self._queries + self._keys) * self._result_size if others else 0
         own = max(self._of_group(schedule) for schedule in (others or [first]))
         are_copied = bool(others) or (first.branch.keeps_all and not self._is_grouped)
         return max(self._tokens + are_copied * self._queries + sums + own - of_caller, self._returning())
+
+    def _output_on_tpus(self, first: BranchSchedule, others: Sequence[BranchSchedule]) -> float:
+        """The bytes at the peak of an output: of the first branch, or of another beside sums."""
+        sums, has_others = self._queries * self._result_size, not self.work.has_one_branch
+        results = self._computed(first) * has_others
+        if first.is_causal and is_in_bands(first):  # which are put together
+            results += sums
+        own = [results + self._rows_copied_on_tpus(first), *(sums + self._of_group(schedule) for schedule in others)]
+        # The exchanged queries lie where the output will be.
+        return self._tokens + max(own) - self._queries * has_others
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.work.width % LANES != 0
 
     @property
     def _is_grouped(self) -> bool:
@@ -65,7 +73,6 @@ class Exchanged(NamedTuple):
     def _of_group(self, schedule: BranchSchedule) -> float:
         """The bytes of the results of a group of segments, and of rows that are copied."""
         results = self._computed(schedule) * self._result_size * self.work.itemsize / self.work.sum_itemsize
-        # Gradients that are taken in bands copy most of queries and cotangents for it.
         cut = _CUT_INTO_BANDS * self._queries if self.has_gradient and is_in_bands(schedule) else 0
         return results / schedule.queries.num_groups + self._rows_copied_on_tpus(schedule) + cut
 
@@ -78,8 +85,7 @@ class Exchanged(NamedTuple):
             return self._rows(schedule)
         if schedule.queries.chunks != "residues" or self.work.has_one_branch:
             return 0
-        is_narrow = self.work.width % LANES != 0
-        return self._rows(schedule) * (0.5 * (not is_narrow) if self.has_gradient else 1)
+        return self._rows(schedule) * (0.5 * (not self._is_narrow) if self.has_gradient else 1)
 
     def _computed(self, schedule: BranchSchedule) -> float:
         """The bytes of sums of queries and of those of keys, which two kernels compute one after the other."""
@@ -90,8 +96,7 @@ class Exchanged(NamedTuple):
         of_keys = schedule.keys.num_slots * row.keys_grad
         if not work.has_one_branch:  # one is added to what was there, and rounded, before the other is there
             return max(1.5 * of_queries, of_keys)
-        is_narrow = work.width % LANES != 0
-        return max(of_queries, of_keys) if is_narrow and self._is_grouped else of_queries + of_keys
+        return max(of_queries, of_keys) if self._is_narrow and self._is_grouped else of_queries + of_keys
 
     # Sizes: of all tokens of a device, with heads that are repeated where they are too few for all members.
 

@@ -32,14 +32,14 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
     return held + round(max(beside - _ELSEWHERE * factors.vector_memory, copied))
 
 
-def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: float, beside: float) -> float:
+def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: int, beside: float) -> float:
     """What is in a TPU's vector memory at the most: small arrays are copied there, and compilers state them as well."""
     room, exchanged = factors.vector_memory, any(schedule.exchange_size > 1 for schedule in schedules)
     if not has_gradient and len(schedules) == 1 and schedules[0].is_local and not exchanged:
         # There is nothing to wait for, and nothing to copy if all arrays are read and written as they are.
         room *= _ROOM_OF_LOCAL * (beside > 0)
-    held *= _COPIED if has_gradient or exchanged else _COPIED_OF_OUTPUTS
-    return min(room, max(held, _COPIED_BESIDE * beside))
+    of_held = _COPIED if has_gradient or exchanged else _COPIED_OF_OUTPUTS
+    return min(room, max(of_held * held, _COPIED_BESIDE * beside))
 
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
