@@ -158,6 +158,34 @@ def test_groups_of_segments_equal_oracle(name, monkeypatch):
     check(make_arrays(**arguments), make_mesh(AxisType.Explicit, seq=2), **arguments)
 
 
+# On four shards of 16 tokens: local, with neighbours, of a whole ring, and of heads of its own.
+ADDING = [Segments(8), Window(5), Segments(64), Segments(16)]
+
+
+@pytest.mark.quick("ring-last")
+@pytest.mark.parametrize(
+    ("strategy", "rows"), [("ring", "last"), ("ring", "first"), ("all_gather", "last"), ("all_to_all", "first")]
+)
+def test_branches_that_add_to_sums_equal_oracle(strategy, rows, monkeypatch):
+    """Each goes on where the one before ended, with what rows attended to and with nothing."""
+    if rows == "first":
+        with_rows_first(monkeypatch)
+    arguments = {"pattern": ADDING, "length": 61, "num_heads": (4, 2), "documents": "mixed", "uses": "both"}
+    arguments |= {"is_causal": False, "strategy": strategy}
+    check(make_arrays(**arguments), make_mesh(AxisType.Explicit, seq=4), **arguments)
+
+
+def test_branches_add_to_sums():
+    """The kernel of the second reads the output of the first, and writes where that was: no pass adds the two."""
+    arrays = [jnp.zeros((1, 256, 1, 64), jnp.float32)] * 3
+    attend = functools.partial(
+        ring_dilated_attention, pattern=[Segments(128), Segments(64)], implementation="mosaic", mesh=make_mesh(seq=2)
+    )
+    jaxpr = str(jax.make_jaxpr(attend)(*arrays))
+    aliases = re.findall(r"input_output_aliases=\((.*)\)$", jaxpr, re.MULTILINE)
+    assert [len(re.findall(r"\(", one)) for one in aliases] == [0, 2]
+
+
 compiled_list = jax.jit(list_tiles, static_argnums=1)
 
 

@@ -32,6 +32,9 @@ class KernelImplementation(Implementation):
         shape[self.width_axis] = keys.value.shape[self.width_axis]
         return KernelPartial(jnp.zeros_like(row, shape=tuple(shape)), row - jnp.inf)
 
+    def resume(self, out: Array, lse: Array) -> KernelPartial:
+        return KernelPartial(out, self.numbers(lse))
+
     def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
         return partial.out, partial.lse
 

@@ -138,12 +138,12 @@ class Mosaic(KernelImplementation):
         out, lse = self.kernels.forward(given, before)
         return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_slots(lse), length))
 
-    def start_gradients(self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> KernelGradients:
-        del zeros
-        arrays = {"query": queries.query, **keys._asdict()}
-        if given:  # the others begin in the kernels: zeros would be arrays that these read
-            return KernelGradients(**{**dict.fromkeys(arrays), **given})
-        return KernelGradients(**{name: jnp.zeros_like(array, jnp.float32) for name, array in arrays.items()})
+    def start_gradients(
+        self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array | None
+    ) -> KernelGradients:
+        del queries, keys, zeros
+        # The others begin in the kernels: zeros would be arrays that these read.
+        return KernelGradients(**{**dict.fromkeys(KernelGradients._fields), **given})
 
     def backward(
         self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
@@ -159,8 +159,7 @@ class Mosaic(KernelImplementation):
         )
 
         def before(of_mask: Array, *sums: Any) -> Any:
-            is_first = meeting.is_only or sums[0] is None
-            return None if is_first else tuple(self._pad(one, of_mask) for one in sums)
+            return None if sums[0] is None else tuple(self._pad(one, of_mask) for one in sums)
 
         query_grad = self.kernels.backward_queries(given, before(of_queries, grads.query))
         keys_grad = self.kernels.backward_keys(given, before(of_keys, grads.key, grads.value))
@@ -210,7 +209,7 @@ class MosaicTpu(Mosaic):
 
     # A TPU's registers have the last two dimensions.
     order, slots_axis = "B N m D", 2
-    traits = Traits(copies_rows=True)
+    traits = Traits(copies_rows=True, adds_to_sums=True)
     platform = "tpu"
     dtypes = "bfloat16", "float32"
 

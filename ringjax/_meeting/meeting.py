@@ -168,7 +168,8 @@ class Meeting(NamedTuple):
 
     `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
     `hops` is how far those that travelled did: zero where both sides are of one shard, an array where that is data.
-    Where `is_branch_final`, nothing is added to the results of the branch.
+    Where `is_branch_final`, nothing is added to the results of the branch. Where it `continues`, it adds to sums of
+    earlier branches.
     """
 
     schedule: BranchSchedule
@@ -177,11 +178,12 @@ class Meeting(NamedTuple):
     is_new: Any = True
     hops: Any = 0
     is_branch_final: bool = False
+    continues: bool = False
 
     @property
     def is_only(self) -> bool:
-        """Whether the rows of queries meet no others."""
-        return self.schedule.is_local or self.schedule.is_gathered
+        """Whether sums of the rows of queries begin and end here."""
+        return not self.continues and (self.schedule.is_local or self.schedule.is_gathered)
 
     @property
     def is_final(self) -> bool:

@@ -93,6 +93,13 @@ class Implementation(abc.ABC):
     def start(self, query: Array, keys: Keys) -> Any:
         """Returns the softmax of nothing."""
 
+    def resume(self, out: Array, lse: Array) -> Any:
+        """Returns the softmax under way that has these results, laid out, as `finish` returns them.
+
+        Only of an implementation that adds to sums is it asked for.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Any) -> Any:
         """Adds the attention of queries on keys to a softmax under way."""
@@ -121,8 +128,11 @@ class Implementation(abc.ABC):
         return jax.lax.index_in_dim(tiles, 0, self.width_axis, keepdims=False)
 
     @abc.abstractmethod
-    def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array) -> Any:
-        """Returns the gradients of nothing but those given. Those of queries, keys and values may begin as `zeros`."""
+    def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
+        """Returns the gradients of nothing but those given. Those of queries, keys and values may begin as `zeros`.
+
+        None is given where a gradient is what a former call returned for nothing, if that is None.
+        """
 
     @abc.abstractmethod
     def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:

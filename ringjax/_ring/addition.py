@@ -48,25 +48,29 @@ def add_branches(
     plan: Plan,
     earlier: Any = None,
 ) -> Total:
-    """Adds what `compute(layout, arrays, total, earlier)` makes of arrays of tokens [B, n, ...] in each branch.
+    """Adds what `compute(layout, arrays, total, earlier, before)` makes of arrays of tokens [B, n, ...] in each branch.
 
-    The total is that before the branch, which this may have to come after. A branch sends only after the arrays
-    `earlier` have arrived, and after the branch before it.
+    The total is that before the branch, which this may have to come after; `before` are rows of it, laid out, if the
+    branch adds its results to them itself. A branch sends only after the arrays `earlier` have arrived, and after the
+    branch before it.
     """
     fused, is_first = [], True
-    for number, schedule in enumerate(plan.schedules):
-        layout = Layout(plan.rows(schedule), plan.implementation(schedule), addition.groups)
+    layouts = [Layout(plan.rows(one), plan.implementation(one), addition.groups) for one in plan.schedules]
+    # Those that add to sums come last: the others have sums of their own, beside fewer.
+    for number, layout in enumerate(sorted(layouts, key=lambda layout: layout.continues)):
+        schedule = layout.rows.schedule
         compute_branch = functools.partial(compute, earlier=None if schedule.is_local else earlier)
         if schedule.traits.are_added_at_once and schedule.is_dense:
-            results = compute_branch(layout, arrays, total)
+            results = compute_branch(layout, arrays, total, before=None)
             fused.append((layout, results))
         else:
-            add = addition.first if is_first else addition.one
+            continues = not is_first and layout.continues
+            add = functools.partial(_add_one, compute_branch, addition, is_first=is_first, continues=continues)
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
             if schedule.traits.copies_rows and number:
                 # Else a compiler begins several branches, and has the copies of all of them at once.
                 arrays = behind(arrays, total)
-            results = total = _add_by_group(compute_branch, add, layout, arrays, total, dtypes)
+            results = total = _add_by_group(add, layout, arrays, total, dtypes)
             is_first = False
         earlier = earlier if schedule.is_local else results
     if not fused:
@@ -83,9 +87,27 @@ def _add_fused(fused: list[tuple[Layout, Any]], addition: Addition, total: Total
     return parts[0] if len(parts) == 1 else addition.many(parts)
 
 
+def _add_one(
+    compute: Callable[..., Any],
+    addition: Addition,
+    layout: Layout,
+    arrays: Any,
+    total: Total,
+    *,
+    is_first: bool,
+    continues: bool,
+) -> Total:
+    """Adds the results of a branch to a total, or puts them in place of it where they `continue` it."""
+    before = None
+    if continues:
+        before = tuple(one.take(array) for one, array in zip(addition.layouts(layout), total, strict=True))
+    results = compute(layout, arrays, total, before=before)
+    add = addition.first if is_first or continues else addition.one
+    return add(layout, total, results)
+
+
 def _add_by_group(
-    compute: Callable[[Layout, Any, Total], Any],
-    add_results: Callable[[Layout, Total, Any], Total],
+    add: Callable[[Layout, Any, Total], Total],
     layout: Layout,
     arrays: Any,
     total: Total,
@@ -93,7 +115,6 @@ def _add_by_group(
 ) -> Total:
     """Adds a branch, group by group, so that only the rows of one group are copied, to a total of these dtypes."""
     side = layout.rows.side
-    add = lambda layout, arrays, total: add_results(layout, total, compute(layout, arrays, total))
     if side.num_groups == 1 or layout.rows.already_taken:
         return add(layout, arrays, total)
     size = side.shard_length // side.num_groups

@@ -12,7 +12,7 @@ from ringjax._ring.ring import Addends
 def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
     queries, keys, meeting = _meet(task)
-    partial = task.implementation.start(queries.arrays, keys.arrays)
+    partial = task.start(queries, keys)
     return task.implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
 
 
@@ -20,10 +20,12 @@ def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
     implementation, plan = task.implementation, task.plan
     queries, keys, meeting = _meet(task)
-    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros())
+    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **task.before_of("query"))
     grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
     key_grad, value_grad = task.ways.scatter(tuple(keys_grad))
+    if task.before is not None:
+        key_grad, value_grad = map(jnp.add, task.before[1:], (key_grad, value_grad))
     return Addends(query_grad, key_grad, value_grad)
 
 
@@ -34,4 +36,4 @@ def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
     others = implementation.see_keys(Slots(rows, gathered, False, keys.documents))
-    return queries, keys, Meeting(schedule, own, others, is_branch_final=task.is_branch_final)
+    return queries, keys, task.meet(own, others)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from ringjax._meeting.meeting import Noise, Slots, Tiles
+from ringjax._meeting.meeting import Meeting, Noise, Slots, Tiles
 from ringjax._meeting.protocol import Implementation
 from ringjax._meeting.rows import Rows
 from ringjax._meeting.softmax import Keys, accumulation_dtype
@@ -36,6 +36,13 @@ class Layout(NamedTuple):
     def _own_rows(self) -> Rows:
         """The rows by their own heads."""
         return self.rows if self.groups is None else self.rows.in_groups(self.groups)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the branch adds to sums of earlier ones, whose rows are those of its own as they are."""
+        schedule = self.rows.schedule
+        are_in_order = schedule.queries.chunks != "residues" and not schedule.is_balanced
+        return schedule.traits.adds_to_sums and schedule.branch.keeps_all and are_in_order
 
     def of_keys(self) -> "Layout":
         """Returns the layout of keys."""
@@ -129,7 +136,8 @@ class Task(NamedTuple):
     """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
 
     Where `is_branch_final`, nothing is added to the results of the branch: those that travel have the dtypes of the
-    caller's arrays. The `total` is that of the branches before.
+    caller's arrays. The `total` is that of the branches before; `before` has its rows, laid out, where the branch adds
+    to these itself.
     """
 
     queries: Operand
@@ -139,6 +147,7 @@ class Task(NamedTuple):
     earlier: Any = None
     is_branch_final: bool = False
     total: Any = ()
+    before: tuple[Array, ...] | None = None
 
     @property
     def schedule(self) -> BranchSchedule:
@@ -160,6 +169,22 @@ class Task(NamedTuple):
         if not self.is_branch_final:
             return tuple(results)
         return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
+
+    def start(self, queries: Tiles, keys: Tiles) -> Any:
+        """Returns the softmax under way to which the branch adds."""
+        if self.before is not None:
+            return self.implementation.resume(*self.before)
+        return self.implementation.start(queries.arrays, keys.arrays)
+
+    def before_of(self, *names: str) -> dict[str, Array]:
+        """Returns the gradients to which the branch adds its own, by the names of what they are of: some of these."""
+        of_each = zip(("query", "key", "value"), self.before or (), strict=False)
+        return {name: array for name, array in of_each if name in names}
+
+    def meet(self, queries: Any, keys: Any, is_new: Any = True, hops: Any = 0) -> Meeting:
+        """Returns the meeting of what is seen of queries and of keys."""
+        continues = self.before is not None
+        return Meeting(self.schedule, queries, keys, is_new, hops, self.is_branch_final, continues)
 
     def zeros(self, hops: Any = 0, before: Any = ()) -> tuple[Array, ...]:
         """Returns what sums of gradients begin as after so many hops, when the arrays `before` are there.

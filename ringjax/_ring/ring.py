@@ -41,7 +41,7 @@ def forward(task: Task) -> Any:
     with_halos = [leg for leg in schedule.key_legs if leg.halo]
     halos = [task.send(task.keys, leg) for leg in with_halos]
     keys = task.take_swapped(task.keys)
-    partial = implementation.start(queries.arrays, keys.arrays)
+    partial = task.start(queries, keys)
     rotating = [leg for leg in schedule.key_legs if leg.rotations]
     if not rotating:
         partial = attend(partial, task.keys, keys)
@@ -75,29 +75,37 @@ def backward(task: Task) -> Addends:
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
     see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
     see_keys = lambda *where: implementation.see_keys(task.slots(*where))
-    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros())
+    before = task.before_of("query", "key", "value")
+    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **before)
     own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
 
-    def visit_keys(keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
+    def visit_keys(
+        keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int, **before: Array
+    ) -> tuple[Any, Any]:
         zeros, (key_grad, value_grad) = task.zeros(hops, keys_grad), keys_grad
-        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, key=key_grad, value=value_grad)
+        given = {"key": key_grad, "value": value_grad, **before}
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, **given)
         meeting = _meet(task, see_queries(operand, queries, hops, direction), own, hops, direction)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
-    def visit_queries(query_grad: Array, operand: Operand, keys: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
+    def visit_queries(
+        query_grad: Array | None, operand: Operand, keys: Tiles, hops: Any, direction: int, **before: Array
+    ) -> tuple[Any, Any]:
         zeros = task.zeros(hops, (query_grad,))
-        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, query=query_grad)
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, query=query_grad, **before)
         meeting = _meet(task, own, see_keys(operand, keys, hops, direction), hops, direction)
         grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
     if schedule.queries_travel:
-        sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, tuple(grads[1:]))
+        visit_own = functools.partial(visit_keys, **task.before_of("query"))
+        sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, visit_own, tuple(grads[1:]))
         with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])
         numbers = (0,)
     else:
-        sent = _travel(task, task.keys, keys, schedule.key_legs, visit_queries, grads.query)
+        visit_own = functools.partial(visit_queries, **task.before_of("key", "value"))
+        sent = _travel(task, task.keys, keys, schedule.key_legs, visit_queries, visit_own, grads.query)
         with_sent = lambda grad: grads._replace(query=sent.resident, key=grad[0], value=grad[1])
         numbers = 1, 2
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
@@ -116,9 +124,7 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
-    return Meeting(
-        task.schedule, queries, keys, task.schedule.is_new(shard, hops, direction), hops, task.is_branch_final
-    )
+    return task.meet(queries, keys, task.schedule.is_new(shard, hops, direction), hops)
 
 
 class _Part(NamedTuple):
@@ -137,12 +143,19 @@ class _Sent(NamedTuple):
 
 
 def _travel(
-    task: Task, operand: Operand, tiles: Tiles, legs: tuple[Leg, ...], visit: Callable[..., Any], resident_grad: Any
+    task: Task,
+    operand: Operand,
+    tiles: Tiles,
+    legs: tuple[Leg, ...],
+    visit: Callable[..., Any],
+    visit_own: Callable[..., Any],
+    resident_grad: Any,
 ) -> _Sent:
     """Sends an operand's rows on their ways, and returns all gradients.
 
     `visit(resident_grad, operand, tiles, hops, direction)` computes one meeting. It returns what this contributes to
-    the gradient of the arrays that travel, and the gradient of the arrays that stay with what this adds. What a shard
+    the gradient of the arrays that travel, and the gradient of the arrays that stay with what this adds. In a closed
+    ring `visit_own` computes that of a shard's own arrays, and adds to what there is of both gradients. What a shard
     contributes to the gradient of its own arrays is not sent: so there are as many permutes of the gradient as of the
     arrays. Each permute is issued before the computation of a step and not needed until after it, so that the two can
     overlap. For this a shard visits its own rows in two parts where there is a halo: one while the halo comes, and one
@@ -152,7 +165,7 @@ def _travel(
     turn = lambda leg: functools.partial(visit, direction=leg.direction)
     hop = lambda tiles, leg: task.ways.hop(tiles, leg.direction)
     if task.schedule.is_closed:
-        own_grad, resident_grad = visit(resident_grad, operand, tiles, 0, 1)
+        own_grad, resident_grad = visit_own(resident_grad, operand, tiles, 0, 1)
         for leg in rotating:
             grad, resident_grad = _rotate(task, operand, leg, hop(tiles, leg), turn(leg), resident_grad)
             own_grad = _add(own_grad, grad)

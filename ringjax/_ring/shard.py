@@ -51,12 +51,12 @@ def add_results(part: Plan, shard: Shard, dtype: Any, earlier: Any, is_final: bo
     (query,), (_, value) = shard.queries, shard.keys
     is_branch_final = is_final and len(part.schedules) == 1
 
-    def attend(layout: Layout, arrays: Any, total: Any, earlier: Any) -> Any:
+    def attend(layout: Layout, arrays: Any, total: Any, earlier: Any, before: Any) -> Any:
         del total
         (query,), (key, value), documents = arrays
         queries = Operand(layout, (query,), documents[0], lambda query: query)
         keys = operand_of_keys(layout, key, value, documents[1])
-        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_branch_final)
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, is_branch_final, before=before)
         out, lse = layout.implementation.finish(BY_STRATEGY[task.schedule.strategy].forward(task))
         out, lse = task.ways.swap_back((*task.narrow([out], [query]), lse))
         return out, jnp.expand_dims(lse, layout.implementation.width_axis)
@@ -91,12 +91,12 @@ def add_gradients(part: Plan, shard: Shard, zero: Array, earlier: Any, are_final
     arrays = shard.queries[0], *shard.keys
     are_branch_final = [len(part.schedules) == 1 and is_one for is_one in are_final]
 
-    def differentiate(layout: Layout, arrays: Any, total: Any, earlier: Any) -> Any:
+    def differentiate(layout: Layout, arrays: Any, total: Any, earlier: Any, before: Any) -> Any:
         (query, residuals), (key, value), documents = arrays
         tokens = query, *residuals[layout.rows.schedule.implementation]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries)
         keys = operand_of_keys(layout, key, value, documents[1])
-        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, are_branch_final[1], total)
+        task = Task(queries, keys, _noise_of(layout, shard.noise), part, earlier, are_branch_final[1], total, before)
         addends = BY_STRATEGY[task.schedule.strategy].backward(task)
         if addends.query is None:
             return addends

@@ -13,6 +13,7 @@ class Traits(NamedTuple):
     - gradients of keys have rows last, `rows_last`, and are laid out anew to be summed over devices;
     - it `copies_arguments` that are the rows of a shard as they are;
     - it `copies_rows`, all that it reads, so that branches are to be computed one after the other;
+    - it `adds_to_sums` of earlier branches where these are, which costs no more than to begin with nothing;
     - it `keeps_logits`, those of a tile, in the memory of arrays;
     - it `takes_whole_tiles`, those of the schedule: all pairs of tiles that meet.
     """
@@ -23,6 +24,7 @@ class Traits(NamedTuple):
     rows_last: bool = False
     copies_arguments: bool = False
     copies_rows: bool = False
+    adds_to_sums: bool = False
     keeps_logits: bool = False
     takes_whole_tiles: bool = False
 
