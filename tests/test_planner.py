@@ -554,14 +554,16 @@ def test_what_a_device_holds():
     assert held("H100", head_dim=64) < 0.6 * held("H100", head_dim=128)
 
 
-def test_branches_of_tpus_are_added_in_turn():
-    """To sums of float32: groups of segments to those of a window before them, where these are not there once more."""
+def test_branches_of_tpus_add_to_sums():
+    """Of float32, those of all tokens in place; others are there before, whatever order they are given in."""
     size = {"num_tokens": 2**19, "num_heads": 8, "head_dim": 128, "device": "v5e"}
     held = lambda *branches, **more: plan(list(branches), **size, **more).forecasts[0].memory
     sums = 3 * 65536 * 8 * 128 * 4  # of a device's tokens
     window, groups = Window(513), Segments(2048, 4)
-    assert 0.5 * sums < held(groups, window) - held(window, groups) < sums
-    assert held(window, groups) > 0.9 * held(window)
+    assert held(groups, window) == held(window, groups)
+    assert held(window) < held(window, groups) < held(window) + sums
+    ring, sorts = Segments(2**19), Window(513, 4)
+    assert held(ring, window, sorts) > held(ring, window)  # which needs sums of its own
     output = lambda *branches: held(*branches, has_gradient=False)
     assert output(window, groups) > output(window) > output(groups)
 
@@ -616,7 +618,7 @@ def test_branches_share_a_peak():
     ring, local = Segments(2**19), Segments(65536)
     assert held(ring, ring) == held(ring)
     beside = held(local) - 65536 * 8 * 128 * 2 * (4 + 3)
-    assert abs(held(local, ring) - held(ring) - 0.65 * beside) <= 1
+    assert abs(held(local, ring) - held(ring) - 0.73 * beside) <= 1
 
 
 def test_what_is_exchanged():
@@ -652,11 +654,11 @@ def test_what_is_exchanged():
     assert on_tpus(Segments(2**19)) == exchanged + tokens + cut
     assert on_tpus(Segments(1000, 4)) == pytest.approx(exchanged + tokens * (3 / 4 - 3), rel=1e-3)
     assert on_tpus(Segments(1000)) == pytest.approx((1 + padded) * exchanged + tokens + cut, rel=2e-3)
-    # Several branches are added to sums of float32, one after the other, and a group of segments at a time: gradients
-    # of keys and values are more than those of queries, which are rounded.
-    windows = exchanged + (1 - 3) * tokens + 2 * 3 * tokens + 2 * 2 * tokens + cut
-    assert on_tpus(Segments(2**19), Window(9)) == windows
-    assert on_tpus(Window(9), Segments(2**18)) == windows - 2 * tokens
+    # Several branches add to sums of float32 in place.
+    windows = exchanged + (1 - 3) * tokens + 2 * 3 * tokens + cut
+    assert on_tpus(Segments(2**19), Window(9)) == on_tpus(Window(9), Segments(2**18)) == windows
+    # Tokens in another order are not: those come first.
+    assert on_tpus(Segments(2**19), Window(9, 4)) >= exchanged + 2 * 3 * tokens + cut
 
 
 def test_what_is_gathered_is_there_twice_in_bands():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ringjax._forecast.factors import LANES, is_in_bands
 from ringjax._schedule.cost import Work
-from ringjax._schedule.schedule import BranchSchedule, Schedules
+from ringjax._schedule.schedule import BranchSchedule, Schedules, in_order_of_sums
 
 # How often queries are there, with their cotangents, where gradients are taken in bands of tiles.
 _CUT_INTO_BANDS = 1.5
@@ -36,15 +36,32 @@ class Exchanged(NamedTuple):
     @property
     def on_tpus(self) -> float:
         """The same: each branch is added to sums of all tokens, which the results of the first become."""
-        first, *others = self.schedules
+        first, *others = in_order_of_sums(self.schedules)
         if not self.has_gradient:
             return self._output_on_tpus(first, others)
         # Arrays that the caller gets are not there yet.
         of_caller = self._queries + self.work.batch * self._key_length * self._key_bytes(1)
         sums = (self._queries + self._keys) * self._result_size if others else 0
-        own = max(self._of_group(schedule) for schedule in (others or [first]))
+        own = max([self._read(first) if others else self._of_group(first), *map(self._of_group, others)])
         are_copied = bool(others) or (first.branch.keeps_all and not self._is_grouped)
-        return max(self._tokens + are_copied * self._queries + sums + own - of_caller, self._returning())
+        beside = are_copied * self._queries + sums + own - of_caller
+        if others and others[-1].continues:
+            beside = self._adding_in_place(first, sums, own, beside, of_caller)
+        return max(self._tokens + beside, self._returning())
+
+    def _adding_in_place(
+        self, first: BranchSchedule, sums: float, own: float, beside: float, of_caller: float
+    ) -> float:
+        """The bytes beside tokens where some branches write where the sums are."""
+        is_wider, in_groups = self._result_size > 1, any(one.queries.num_groups > 1 for one in self.schedules)
+        of_results = max(self._queries, self._keys) * self._result_size
+        if first.continues:  # kernels take all branches for one gradient, and then all for the other
+            return own + of_results - of_caller if self._is_narrow and is_wider and not in_groups else beside
+        if not self._is_narrow:
+            return max(beside, sums + own)
+        if first.queries.chunks == "residues":  # all rows are sorted, beside the tokens
+            return max(beside, self._rows(first) + of_results - (not is_wider) * of_caller)
+        return beside
 
     def _output_on_tpus(self, first: BranchSchedule, others: Sequence[BranchSchedule]) -> float:
         """The bytes at the peak of an output: of the first branch, or of another beside sums."""
@@ -71,10 +88,14 @@ class Exchanged(NamedTuple):
         return 1 if self.work.has_one_branch else self.work.sum_itemsize / self.work.itemsize
 
     def _of_group(self, schedule: BranchSchedule) -> float:
-        """The bytes of the results of a group of segments, and of rows that are copied."""
+        """The bytes of the results of a group of segments, if they are not the sums, and of rows that are copied."""
         results = self._computed(schedule) * self._result_size * self.work.itemsize / self.work.sum_itemsize
-        cut = _CUT_INTO_BANDS * self._queries if self.has_gradient and is_in_bands(schedule) else 0
-        return results / schedule.queries.num_groups + self._rows_copied_on_tpus(schedule) + cut
+        results *= len(self.schedules) == 1 or not schedule.continues
+        return results / schedule.queries.num_groups + self._read(schedule)
+
+    def _read(self, schedule: BranchSchedule) -> float:
+        """The bytes of what is copied to be read."""
+        return self._rows_copied_on_tpus(schedule) + _CUT_INTO_BANDS * self._queries * is_in_bands(schedule)
 
     def _rows_copied_on_tpus(self, schedule: BranchSchedule) -> float:
         """The bytes of rows with empty ones where segments are not whole, and beside other branches of those in order.

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import operator
 from collections.abc import Hashable
 
 from ringjax._forecast import several
@@ -12,7 +11,7 @@ from ringjax._forecast.exchanged import Exchanged, exchanges_all
 from ringjax._forecast.factors import Factors
 from ringjax._forecast.kept import Kept
 from ringjax._schedule.cost import Work
-from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
+from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together, in_order_of_sums
 
 # How much of arguments and results, or of what is beside them, is copied to a TPU's vector memory if there is room, and
 # how much room is filled for outputs of local branches; and how much of it is filled with what memory has not, then.
@@ -47,7 +46,10 @@ def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bo
     of_branches = {_pairs_of(work, schedule): schedule for schedule in schedules}.values()
     in_turn = [exchanges_all(schedule) for schedule in of_branches]
     kept = [Kept(work, schedule, factors, has_gradient) for schedule in of_branches]
-    held = [several.held_by(one) for one in itertools.compress(kept, map(operator.not_, in_turn))]
+    first = {in_order_of_sums(part)[0].number for part in exchanged_together(of_branches)}
+    in_place = [schedule.continues and schedule.number not in first for schedule in of_branches]
+    alone = itertools.compress(zip(kept, in_place, strict=True), (not one for one in in_turn))
+    held = list(itertools.starmap(several.held_by, alone))
     are_gpus = factors.laid_out is None
     for part in exchanged_together(itertools.compress(of_branches, in_turn)):
         tiles = [one.tiles for one in kept if one.schedule in part]

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from ringjax._mesh.order import behind
 from ringjax._ring.layout import Layout
 from ringjax._ring.plan import Plan
+from ringjax._schedule.schedule import in_order_of_sums
 
 Total = tuple[Array, ...]
 
@@ -37,7 +38,7 @@ class Addition(NamedTuple):
 
 # On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep, and the
 # results of the first are put in place. The dense branches of a fused kernel are added all at once, in one pass over
-# the tokens.
+# the tokens. Kernels for TPUs begin with the total, and write where it was: a branch has no results beside it.
 
 
 def add_branches(
@@ -55,16 +56,14 @@ def add_branches(
     branch before it.
     """
     fused, is_first = [], True
-    layouts = [Layout(plan.rows(one), plan.implementation(one), addition.groups) for one in plan.schedules]
-    # Those that add to sums come last: the others have sums of their own, beside fewer.
-    for number, layout in enumerate(sorted(layouts, key=lambda layout: layout.continues)):
-        schedule = layout.rows.schedule
+    for number, schedule in enumerate(in_order_of_sums(plan.schedules)):
+        layout = Layout(plan.rows(schedule), plan.implementation(schedule), addition.groups)
         compute_branch = functools.partial(compute, earlier=None if schedule.is_local else earlier)
         if schedule.traits.are_added_at_once and schedule.is_dense:
             results = compute_branch(layout, arrays, total, before=None)
             fused.append((layout, results))
         else:
-            continues = not is_first and layout.continues
+            continues = not is_first and schedule.continues
             add = functools.partial(_add_one, compute_branch, addition, is_first=is_first, continues=continues)
             dtypes = addition.dtypes if is_first else [array.dtype for array in total]
             if schedule.traits.copies_rows and number:

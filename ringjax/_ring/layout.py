@@ -37,13 +37,6 @@ class Layout(NamedTuple):
         """The rows by their own heads."""
         return self.rows if self.groups is None else self.rows.in_groups(self.groups)
 
-    @property
-    def continues(self) -> bool:
-        """Whether the branch adds to sums of earlier ones, whose rows are those of its own as they are."""
-        schedule = self.rows.schedule
-        are_in_order = schedule.queries.chunks != "residues" and not schedule.is_balanced
-        return schedule.traits.adds_to_sums and schedule.branch.keeps_all and are_in_order
-
     def of_keys(self) -> "Layout":
         """Returns the layout of keys."""
         return self._replace(rows=self.rows.of_keys(), groups=None)

@@ -214,6 +214,12 @@ class BranchSchedule:
         """Whether shards swap halves to compute."""
         return self.queries.halves > 1
 
+    @property
+    def continues(self) -> bool:
+        """Whether it adds to sums of earlier branches in place: its rows are all tokens, in the order of these."""
+        are_in_order = self.queries.chunks != "residues" and not self.is_balanced
+        return self.traits.adds_to_sums and self.branch.keeps_all and are_in_order
+
     def partner(self, shard: Any) -> Any:
         """Returns the shard with which a shard swaps the second half of its slots."""
         first, size = self.ring(shard)
@@ -249,6 +255,11 @@ def exchanged_together(schedules: Iterable[BranchSchedule]) -> list[Schedules]:
         rows_of = schedule.number if schedule.exchanges_rows else None
         groups.setdefault((schedule.exchange_size, rows_of), []).append(schedule)
     return [tuple(group) for group in groups.values()]
+
+
+def in_order_of_sums(schedules: Iterable[BranchSchedule]) -> list[BranchSchedule]:
+    """Returns the schedules as they are added: those that continue sums come last, as others have sums of their own."""
+    return sorted(schedules, key=lambda schedule: schedule.continues)
 
 
 def _way(hops: int) -> tuple[int, int]:
