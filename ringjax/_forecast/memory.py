@@ -3,7 +3,6 @@
 `benchmarks.plan_memory` measures how near this comes to what compilers choose.
 """
 
-import itertools
 from collections.abc import Hashable
 
 from ringjax._forecast import several
@@ -44,14 +43,12 @@ def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: in
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
     """What branches keep, of which some are under way at once, and what they are added to."""
     of_branches = {_pairs_of(work, schedule): schedule for schedule in schedules}.values()
-    in_turn = [exchanges_all(schedule) for schedule in of_branches]
     kept = [Kept(work, schedule, factors, has_gradient) for schedule in of_branches]
     first = {in_order_of_sums(part)[0].number for part in exchanged_together(of_branches)}
-    in_place = [schedule.continues and schedule.number not in first for schedule in of_branches]
-    alone = itertools.compress(zip(kept, in_place, strict=True), (not one for one in in_turn))
-    held = list(itertools.starmap(several.held_by, alone))
+    adds = lambda schedule: schedule.continues and schedule.number not in first
+    held = [several.held_by(one, adds(one.schedule)) for one in kept if not exchanges_all(one.schedule)]
     are_gpus = factors.laid_out is None
-    for part in exchanged_together(itertools.compress(of_branches, in_turn)):
+    for part in exchanged_together(filter(exchanges_all, of_branches)):
         tiles = [one.tiles for one in kept if one.schedule in part]
         exchanged = Exchanged(work, part, tiles, has_gradient)
         held.append(several.Held(exchanged.on_gpus if are_gpus else exchanged.on_tpus, "exchanged"))

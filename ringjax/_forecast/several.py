@@ -105,7 +105,7 @@ _EXCHANGED, _GATHERED = Turn(1, 0.125), Turn(1.09, 0.42)
 # Of rings, whose sums of keys travel, and of others: where sums are of more bits than results, and of as many.
 _RING, _RING_OF_SAME = Turn(0.93, rings=0.33, outputs=1.05, query_sums=0.55), Turn(1, 0.48)
 _OTHER, _OTHER_OF_SAME = Turn(0.88, 0.22, query_sums=0.33, sums=0.77), Turn(0.92, 0.2)
-_IN_PLACE = Turn(0.95, 0.2)  # where groups of segments are added to the sums of the first branch
+_BY_GROUP = Turn(0.95, 0.2)  # where groups of segments are added to the sums of the first branch
 
 
 def in_turn(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
@@ -125,7 +125,7 @@ def in_turn(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
     elif most.kind == "ring":
         turn = _RING_OF_SAME if is_same else _RING
     elif held[0].kind != "local" and all(one.is_in_groups for one in held[1:]):
-        turn = _IN_PLACE
+        turn = _BY_GROUP
     else:
         turn = _OTHER_OF_SAME if is_same else _OTHER
     query_sums, sums = (max(values) for values in zip(*((one.query_sums, one.sums) for one in held), strict=True))

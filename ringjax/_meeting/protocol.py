@@ -131,7 +131,7 @@ class Implementation(abc.ABC):
     def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
         """Returns the gradients of nothing but those given. Those of queries, keys and values may begin as `zeros`.
 
-        None is given where a gradient is what a former call returned for nothing, if that is None.
+        A gradient that is returned as None may be given as None.
         """
 
     @abc.abstractmethod

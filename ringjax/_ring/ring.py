@@ -75,8 +75,8 @@ def backward(task: Task) -> Addends:
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
     see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
     see_keys = lambda *where: implementation.see_keys(task.slots(*where))
-    before = task.before_of("query", "key", "value")
-    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **before)
+    of_earlier = task.before_of("query", "key", "value")
+    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **of_earlier)
     own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
 
     def visit_keys(
