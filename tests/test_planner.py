@@ -526,7 +526,7 @@ def test_explaining_says_what_was_warned_of_before():
 
 # The vector memory that compilers for TPUs fill, and what is there and not in memory at the peak.
 FILLED = 104 * 2**20
-ELSEWHERE = 0.15 * FILLED
+ELSEWHERE = 0.25 * FILLED
 
 
 def test_what_a_device_holds():
@@ -578,8 +578,8 @@ def test_what_comes_by_is_there_with_its_sums():
     assert abs(window(1025).memory - window(513).memory - 1.1 * 1.2 * 512 * query) <= 1
     segments = {one.strategy: one.memory for one in plan([Segments(2**19)], **size).forecasts}
     ring = 65536 * (key + 2 * query + 2 * 4 * 128 * 2)  # balanced: halves are swapped
-    half = 4 * (128 * (2 + 2) + 2 * 4) / 2  # of a query, without its gradient
-    gathered = 65536 * (query - half + 8 * 4 * 128 * 2 * (1.5 * 2 + 0.47 * 4))
+    swapped = 4 * (128 * (2 + 2) + 2 * 4) + 0.3 * 4 * 128 * 4  # a query, and some of its gradient
+    gathered = 65536 * (swapped + 8 * key)
     assert segments["all_gather"] - segments["ring"] == pytest.approx(gathered - 1.05 * ring, abs=1)
 
 
@@ -645,23 +645,39 @@ def test_what_is_exchanged():
     repeated = {one.strategy: one for one in plan([Segments(2**19)], num_kv_heads=4, **size, device="H100").forecasts}
     assert repeated["all_to_all"].memory == tokens * (3 + 2) + exchanged + (2 + 2) * tokens
     on_tpus = lambda *branches: held(*branches, device="v5e") - tokens * (4 + 3) + round(ELSEWHERE)
-    assert on_tpus(Segments(2**19, 4)) == tokens * (2 + 2) / 4  # of these, rows alone are exchanged
+    assert on_tpus(Segments(2**19, 2)) == tokens * (2 + 2) / 2  # of these, rows alone are exchanged
     # What kernels for TPUs need of queries beside themselves are cotangents, lse and delta. Some of this is copied, and
     # what the caller gets is not there yet.
     exchanged = tokens * (2 + 2) + 65536 * 8 * 2 * 4
     # So many pairs of tiles are computed in bands, into which most of queries and cotangents are cut.
-    cut = 1.5 * tokens
-    assert on_tpus(Segments(2**19)) == exchanged + tokens + cut
+    cut = 1.2 * tokens
+    assert on_tpus(Segments(2**19)) == pytest.approx(exchanged + tokens + cut, abs=1)
     assert on_tpus(Segments(1000, 4)) == pytest.approx(exchanged + tokens * (3 / 4 - 3), rel=1e-3)
     assert on_tpus(Segments(1000)) == pytest.approx((1 + padded) * exchanged + tokens + cut, rel=2e-3)
     # Several branches add to sums of float32 in place.
     windows = exchanged + (1 - 3) * tokens + 2 * 3 * tokens + cut
-    assert on_tpus(Segments(2**19), Window(9)) == on_tpus(Window(9), Segments(2**18)) == windows
+    assert on_tpus(Segments(2**19), Window(9)) == on_tpus(Window(9), Segments(2**18)) == pytest.approx(windows, abs=1)
     # Tokens in another order are not: those come first.
     assert on_tpus(Segments(2**19), Window(9, 4)) >= exchanged + 2 * 3 * tokens + cut
 
 
-def test_what_is_gathered_is_there_twice_in_bands():
+def test_branches_in_turn():
+    """Kernels for TPUs add to sums of float32 that are no results of the caller's: of these there is half beside."""
+    of = {"num_tokens": 2**17, "num_heads": 8, "device": "v5e"}
+
+    def held(*branches):
+        forecasts = {one.strategy: one.memory for one in plan(list(branches), **of).forecasts}
+        return forecasts["all_gather"] - tokens * (4 + 3) + round(ELSEWHERE)
+
+    tokens = 16384 * 8 * 128 * 2
+    gathered = 8 * tokens * (2 + 4)
+    assert held(Segments(2**17)) == gathered
+    assert held(Window(9), Segments(2**17)) == gathered + 3 * tokens
+    # Rows a stride apart are added before, and some of what they need is there.
+    assert gathered + 3 * tokens < held(Segments(2**17, 2), Segments(2**17)) < 1.1 * (gathered + 3 * tokens)
+
+
+def test_sums_of_what_is_gathered_are_there_twice_in_bands():
     """Where a list of tiles is too long for one run of a kernel for TPUs. Else twice the tokens take twice as much."""
     size = {"num_heads": 4, "is_causal": True}
 
@@ -672,7 +688,7 @@ def test_what_is_gathered_is_there_twice_in_bands():
             held.append(next(one.memory for one in forecasts if one.strategy == "all_gather"))
         return held[1] / held[0]
 
-    assert growth("v5p") > 3.5
+    assert growth("v5p") > 3
     assert growth("H100") == pytest.approx(2, rel=0.01)
 
 

@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 from ringjax._forecast.factors import LANES, is_in_bands
 from ringjax._schedule.cost import Work
-from ringjax._schedule.schedule import BranchSchedule, Schedules, in_order_of_sums
+from ringjax._schedule.schedule import BranchSchedule, Schedules
 
-# How often queries are there, with their cotangents, where gradients are taken in bands of tiles.
-_CUT_INTO_BANDS = 1.5
+# How often queries are there, with their cotangents, where gradients are taken in bands of tiles: in general, and of
+# wide heads in the dtype of sums.
+_CUT_INTO_BANDS, _CUT_INTO_BANDS_OF_SAME = 1.2, 0.4
+# How often queries are there that are read for an output beside sums.
+_READ = 0.75
 
 
 def exchanges_all(schedule: BranchSchedule) -> bool:
@@ -20,7 +23,10 @@ def exchanges_all(schedule: BranchSchedule) -> bool:
 
 
 class Exchanged(NamedTuple):
-    """Branches that exchange all tokens, once for all of them; `tiles` are the bytes of a tile of logits of each."""
+    """Branches that exchange all tokens, once for all of them, in the order in which they are added.
+
+    The `tiles` are the bytes of a tile of logits of each.
+    """
 
     work: Work
     schedules: Schedules
@@ -36,7 +42,7 @@ class Exchanged(NamedTuple):
     @property
     def on_tpus(self) -> float:
         """The same: each branch is added to sums of all tokens, which the results of the first become."""
-        first, *others = in_order_of_sums(self.schedules)
+        first, *others = self.schedules
         if not self.has_gradient:
             return self._output_on_tpus(first, others)
         # Arrays that the caller gets are not there yet.
@@ -65,13 +71,20 @@ class Exchanged(NamedTuple):
 
     def _output_on_tpus(self, first: BranchSchedule, others: Sequence[BranchSchedule]) -> float:
         """The bytes at the peak of an output: of the first branch, or of another beside sums."""
-        sums, has_others = self._queries * self._result_size, not self.work.has_one_branch
-        results = self._computed(first) * has_others
-        if first.is_causal and is_in_bands(first):  # which are put together
-            results += sums
-        own = [results + self._rows_copied_on_tpus(first), *(sums + self._of_group(schedule) for schedule in others)]
-        # The exchanged queries lie where the output will be.
-        return self._tokens + max(own) - self._queries * has_others
+        sums = self._queries * self._result_size
+        if self.work.has_one_branch:
+            are_put_together = first.is_causal and is_in_bands(first)
+            return self._tokens + are_put_together * sums + self._rows_copied_on_tpus(first)
+        return self._tokens + max([self._added(first, 0), *(self._added(schedule, sums) for schedule in others)])
+
+    def _added(self, schedule: BranchSchedule, sums: float) -> float:
+        """The bytes beside tokens where the output of a branch is added to sums: in two orders, or as it is."""
+        of_all = self._queries * self._result_size
+        if schedule.queries.chunks == "residues":  # the exchanged queries lie where the output will be
+            return sums + 2 * self._computed(schedule) - self._queries
+        is_read = self._is_narrow and self._result_size == 1
+        copied = 0 if is_read else self._rows_copied_on_tpus(schedule)
+        return of_all + max(_READ * self._queries, copied)
 
     @property
     def _is_narrow(self) -> bool:
@@ -95,18 +108,20 @@ class Exchanged(NamedTuple):
 
     def _read(self, schedule: BranchSchedule) -> float:
         """The bytes of what is copied to be read."""
-        return self._rows_copied_on_tpus(schedule) + _CUT_INTO_BANDS * self._queries * is_in_bands(schedule)
+        is_same = self.work.itemsize == self.work.sum_itemsize and not self._is_narrow
+        cut = (_CUT_INTO_BANDS_OF_SAME if is_same else _CUT_INTO_BANDS) * is_in_bands(schedule)
+        return self._rows_copied_on_tpus(schedule) + cut * self._queries
 
     def _rows_copied_on_tpus(self, schedule: BranchSchedule) -> float:
-        """The bytes of rows with empty ones where segments are not whole, and beside other branches of those in order.
+        """The bytes of rows with empty ones where segments are not whole, and of half of those that are sorted.
 
-        With the gradient half of these, and none of narrow heads.
+        So it is beside other branches, but for narrow heads.
         """
         if schedule.branch.keeps_all and not schedule.queries.is_full:
             return self._rows(schedule)
         if schedule.queries.chunks != "residues" or self.work.has_one_branch:
             return 0
-        return self._rows(schedule) * (0.5 * (not self._is_narrow) if self.has_gradient else 1)
+        return self._rows(schedule) * 0.5 * (not self._is_narrow)
 
     def _computed(self, schedule: BranchSchedule) -> float:
         """The bytes of sums of queries and of those of keys, which two kernels compute one after the other."""

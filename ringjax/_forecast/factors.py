@@ -59,7 +59,7 @@ ON_TPUS = Factors(
     swapped=(1, 2),
     halo=(1.3, 1.2),
     one_rotation=(2.8, 1.25),
-    gathered_for=(0, 0.5),
-    gathered=(1.5, 0.47),
+    gathered_for=(0, 1),
+    gathered=(1, 1),
     own_beside_gathered=0,
 )

@@ -1,7 +1,7 @@
 """The bytes that one branch keeps beside arguments and results, by count: its rows, what comes by, and their sums.
 
 Compilers copy, and begin early what travels. The factors here, and in `factors`, come near to what they chose in some
-700 random programs for H100s, and 440 for a v5e.
+700 random programs for H100s, and 860 for a v5e.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,9 @@ _ROWS_LAST = 0.5
 _EXCHANGED = 0.5
 # How often sums of keys are there that have rows last, some of which are laid out anew to be summed over devices.
 _SUMS_ROWS_LAST = 1.35
-# How much more there is of what was gathered where it meets in bands.
-_GATHERED_IN_BANDS = 2
+# On TPUs: how often sums of what was gathered are there where it meets in bands, and sums of queries beside these that
+# have swapped halves.
+_SUMS_IN_BANDS, _SWAPPED_SUMS = 2, 0.3
 # How often queries, and keys and values, are there with their sums where neighbours' gradients are added to these: and
 # so where sums are of the dtype of results.
 _ADDING, _ADDING_TO_RESULTS = (3.7, 1.7), (2.8, 0.3)
@@ -54,23 +55,25 @@ class Kept(NamedTuple):
         return self._computing() + self._exchanged() + self.tiles + self._put_among()
 
     @property
-    def query_sums(self) -> int:
-        """The bytes of sums of all queries, to which branches are added: of outputs, or gradients.
+    def sums(self) -> int:
+        """The bytes of sums of all tokens, to which branches are added: of outputs, or gradients.
 
         On GPUs branches are added all at once that return from an exchange.
         """
         work, schedule = self.work, self.schedule
         returns = self.factors.laid_out is None and schedule.exchange_size > 1
-        width = work.width if self.has_gradient else work.value_width
-        numbers = work.batch * schedule.of_devices().queries.shard_length * work.num_heads * width
-        return 0 if schedule.traits.are_added_at_once or returns else numbers * work.sum_itemsize
+        if schedule.traits.are_added_at_once or returns:
+            return 0
+        if self.has_gradient:
+            return self._tokens() // work.itemsize * work.sum_itemsize
+        queries = work.batch * schedule.of_devices().queries.shard_length * work.num_heads
+        return queries * work.value_width * work.sum_itemsize
 
     @property
-    def sums(self) -> int:
-        """The bytes of sums of all tokens."""
-        if not self.query_sums or not self.has_gradient:
-            return self.query_sums
-        return self._tokens() // self.work.itemsize * self.work.sum_itemsize
+    def results(self) -> int:
+        """The bytes of sums of its rows: of its output, or of the larger of those of queries and of keys."""
+        schedule, row = self.schedule, self.row
+        return max(schedule.queries.num_slots * row.query_grad, schedule.keys.num_slots * row.keys_grad)
 
     @property
     def output(self) -> int:
@@ -197,15 +200,24 @@ class Kept(NamedTuple):
 
     def _gathered(self) -> float:
         """Queries with their sums, and keys of a segment: as they come and laid out, or most with their sums."""
-        schedule, row = self.schedule, self.row
-        of_queries, (of_rows, of_sums) = self.factors.gathered_for[self.has_gradient], self.factors.gathered
-        of_sums *= _SUMS_ROWS_LAST if schedule.traits.rows_last else 1
-        of_key = (1 + self.factors.own_beside_gathered / schedule.gather_size) * row.keys
+        schedule, row, (of_rows, of_sums) = self.schedule, self.row, self.factors.gathered
         if self.has_gradient:
+            of_sums *= _SUMS_ROWS_LAST if schedule.traits.rows_last else 1
+            of_sums *= _SUMS_IN_BANDS if self.factors.laid_out is not None and is_in_bands(schedule) else 1
             of_key = of_rows * row.keys + of_sums * row.keys_grad
-        of_key *= _GATHERED_IN_BANDS if self.factors.laid_out is not None and is_in_bands(schedule) else 1
-        stay = schedule.queries.num_slots * (of_queries * row.queries + row.query_grad)
-        return stay + schedule.gather_size * schedule.keys.num_slots * of_key
+        else:
+            of_key = (1 + self.factors.own_beside_gathered / schedule.gather_size) * row.keys
+        gathered = schedule.gather_size * schedule.keys.num_slots * of_key
+        return schedule.queries.num_slots * self._of_query_beside_gathered() + gathered
+
+    def _of_query_beside_gathered(self) -> float:
+        """The bytes of a query and its sums: backward kernels for TPUs read, and write, those of a shard in order."""
+        schedule, row = self.schedule, self.row
+        of_queries = self.factors.gathered_for[self.has_gradient]
+        if self.factors.laid_out is None or not self.has_gradient:
+            return of_queries * row.queries + row.query_grad
+        are_copied = schedule.is_balanced or not schedule.branch.keeps_all
+        return are_copied * of_queries * row.queries + schedule.is_balanced * _SWAPPED_SUMS * row.query_grad
 
     def _travelling(self) -> float:
         """The side that stays with its sums, and what comes by with its own: twice in a loop, which needs the next."""
@@ -284,9 +296,10 @@ class Kept(NamedTuple):
         is_swapped = schedule.is_balanced and schedule.branch.keeps_all and not schedule.traits.copies_arguments
         if self.factors.laid_out is None or self.work.has_one_branch or not is_swapped:
             return 0
-        sums = 3 * schedule.queries.num_slots * row.query_grad
+        sums = schedule.queries.num_slots * row.query_grad
         if not self.has_gradient:  # some lie where the output will
-            return sums - self._queries()
+            return 3 * sums - self._queries() if schedule.is_gathered else 2 * sums
+        sums *= 3
         keys = 0 if schedule.is_gathered else schedule.keys.num_slots * (row.keys + 2 * row.keys_grad)
         return sums + schedule.queries.num_slots * row.queries / 2 + keys
 

@@ -14,7 +14,7 @@ from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_toge
 
 # How much of arguments and results, or of what is beside them, is copied to a TPU's vector memory if there is room, and
 # how much room is filled for outputs of local branches; and how much of it is filled with what memory has not, then.
-_COPIED, _COPIED_BESIDE, _ROOM_OF_LOCAL, _ELSEWHERE = 0.9, 1.35, 0.5, 0.15
+_COPIED, _COPIED_BESIDE, _ROOM_OF_LOCAL, _ELSEWHERE = 0.9, 1.35, 0.5, 0.25
 _COPIED_OF_OUTPUTS = 1.35  # of arguments and results, where nothing is exchanged
 
 
@@ -42,9 +42,9 @@ def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: in
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
     """What branches keep, of which some are under way at once, and what they are added to."""
-    of_branches = {_pairs_of(work, schedule): schedule for schedule in schedules}.values()
+    of_branches = in_order_of_sums({_pairs_of(work, schedule): schedule for schedule in schedules}.values())
     kept = [Kept(work, schedule, factors, has_gradient) for schedule in of_branches]
-    first = {in_order_of_sums(part)[0].number for part in exchanged_together(of_branches)}
+    first = {part[0].number for part in exchanged_together(of_branches)}
     adds = lambda schedule: schedule.continues and schedule.number not in first
     held = [several.held_by(one, adds(one.schedule)) for one in kept if not exchanges_all(one.schedule)]
     are_gpus = factors.laid_out is None

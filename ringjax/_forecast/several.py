@@ -12,29 +12,27 @@ from ringjax._schedule.schedule import BranchSchedule
 class Held(NamedTuple):
     """The bytes that a branch keeps, or some that are counted together, of a `kind`.
 
-    Its `output` is in the dtype of the caller's, and of all tokens if it `is_whole`. Branches are added to sums of all
-    tokens, `sums`, of which `query_sums` are those of queries. If it `is_in_groups`, its segments are added to these in
-    groups; if it `adds_in_place`, it has no sums of its own.
+    Its `output` is in the dtype of the caller's, and of all tokens if it `is_whole`. Branches are added to `sums` of
+    all tokens: those with rows `in_order` of these where they are, and if it `adds_in_place`, it has no sums of its
+    own. The `results` are the largest array of sums of its own rows.
     """
 
     bytes: float
     kind: str
     is_gathered: bool = False
     is_whole: bool = False
-    is_in_groups: bool = False
+    in_order: bool = False
     adds_in_place: bool = False
-    query_sums: float = 0
     sums: float = 0
+    results: float = 0
     output: float = 0
 
 
 def held_by(kept: Kept, adds_in_place: bool = False) -> Held:
     """Returns what one branch keeps."""
     schedule = kept.schedule
-    is_in_groups = schedule.is_local and schedule.queries.num_groups > 1
-    sums = kept.query_sums, kept.sums
-    how = schedule.is_gathered, schedule.branch.keeps_all, is_in_groups, adds_in_place
-    return Held(kept.bytes, _kind_of(schedule), *how, *sums, kept.output)
+    how = schedule.is_gathered, schedule.branch.keeps_all, schedule.continues, adds_in_place
+    return Held(kept.bytes, _kind_of(schedule), *how, kept.sums, kept.results, kept.output)
 
 
 def _kind_of(schedule: BranchSchedule) -> str:
@@ -84,87 +82,59 @@ def at_once(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
 
 
 class Turn(NamedTuple):
-    """How much is there of what keeps most, of the others, of rings among them, and of outputs and sums.
+    """How much is there on TPUs when a branch has its turn: of wide heads, and of narrow ones.
 
-    Outputs, which are as large as gradients of queries, are those of the others in the dtype of sums. The `sums` are of
-    all tokens, `query_sums` of queries alone.
+    Of what it keeps, by its kind; of that where its rows `rest`, all in order, and kernels read them and write to the
+    sums; of results that are `returned`: put among sums, or added to them. Of sums in the dtype of what is returned
+    most lie where that will. A branch that travels and adds in place has sums of its own beside the `added` part.
     """
 
-    most: float = 1
-    others: float = 0
-    rings: float = 0
-    outputs: float = 0
-    query_sums: float = 0
-    sums: float = 0
+    shares: dict[str, tuple[float, float]]
+    rest: tuple[float, float]
+    returned: tuple[float, float]
+    sums: float
+    added: float = 0
 
 
-# TPUs. Results are arrays from the beginning, in which others lie until then: all sums, if they are of the same dtype.
-_FORWARD, _FORWARD_OF_SAME = Turn(0.8, outputs=0.65, sums=0.95), Turn(0.8, outputs=1.7)
-_FORWARD_OF_NARROW = Turn(1, sums=0.8)  # of the same dtype, too: kernels write outputs of narrow heads as the caller's
-_EXCHANGED, _GATHERED = Turn(1, 0.125), Turn(1.09, 0.42)
-# Of rings, whose sums of keys travel, and of others: where sums are of more bits than results, and of as many.
-_RING, _RING_OF_SAME = Turn(0.93, rings=0.33, outputs=1.05, query_sums=0.55), Turn(1, 0.48)
-_OTHER, _OTHER_OF_SAME = Turn(0.88, 0.22, query_sums=0.33, sums=0.77), Turn(0.92, 0.2)
-_BY_GROUP = Turn(0.95, 0.2)  # where groups of segments are added to the sums of the first branch
+# TPUs. Where sums are of more bits than what is returned, and of as many.
+_OF_GRADIENTS = {"local": (0.3, 0.7), "neighbours": (1.1, 0.45), "sorted": (1.25, 1)}
+_GRADIENTS = Turn(_OF_GRADIENTS, rest=(0.45, 0.25), returned=(0.75, 1.15), sums=0.9, added=0.5)
+_GRADIENTS_OF_SAME = Turn(_OF_GRADIENTS, rest=(0.85, 0.9), returned=(0.75, 1.15), sums=0.3)
+_OUTPUT = Turn({}, rest=(1.1, 0.15), returned=(0, 0), sums=1)
+_OUTPUT_OF_SAME = Turn({}, rest=(1.2, 0), returned=(0, 0), sums=0.45)
+_OTHERS = 0.15  # of what the others keep that do not rest
 
 
 def in_turn(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
-    """Returns the bytes of several branches on TPUs, which take one after the other."""
-    most, *others = sorted(held, reverse=True)
-    if not others:
-        return most.bytes
-    if any(one.adds_in_place for one in held):
-        return _in_place(held, work, has_gradient)
-    is_same, is_narrow = work.itemsize == work.sum_itemsize, work.width % LANES != 0
-    if most.kind == "exchanged":
-        turn = _EXCHANGED
-    elif not has_gradient:
-        turn = (_FORWARD_OF_NARROW if is_narrow else _FORWARD_OF_SAME) if is_same else _FORWARD
-    elif most.kind == "gathered":
-        turn = _GATHERED
-    elif most.kind == "ring":
-        turn = _RING_OF_SAME if is_same else _RING
-    elif held[0].kind != "local" and all(one.is_in_groups for one in held[1:]):
-        turn = _BY_GROUP
-    else:
-        turn = _OTHER_OF_SAME if is_same else _OTHER
-    query_sums, sums = (max(values) for values in zip(*((one.query_sums, one.sums) for one in held), strict=True))
-    beside = turn.query_sums * query_sums + turn.sums * sums
-    for one in others:
-        share = turn.others + turn.rings * (one.kind == "ring")
-        beside += share * one.bytes + turn.outputs * one.output * work.sum_itemsize / work.itemsize
-    return turn.most * most.bytes + beside
-
-
-class Place(NamedTuple):
-    """How much is there, before any branch adds in place and then.
-
-    Before: of what keeps most, of the others, and beside others of sums of all tokens. Then: of what keeps most of the
-    branches that add in place, and of the sums.
-    """
-
-    most: float
-    others: float
-    sums_beside: float
-    adding: float
-    sums: float
-
-
-# By whether sums are of more bits than results; of gradients of wide heads and of narrow ones.
-_GRADIENTS, _GRADIENTS_OF_NARROW = Place(1.12, 0.25, 0.35, 1.12, 0.05), Place(0.9, 0.8, 0.35, 0.9, 0.55)
-_GRADIENTS_OF_SAME = Place(0.9, 0.1, 0, 0.7, 0.8)
-_OUTPUTS, _OUTPUTS_OF_SAME = Place(0.9, 0.05, 0.8, 0.6, 0.9), Place(1.1, 0, 0.4, 0.5, 1)
-
-
-def _in_place(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
-    """Returns the bytes of several branches on TPUs, some of which write where the sums are."""
+    """Returns the bytes of several branches on TPUs, in the order in which they are added."""
+    if len(held) == 1:
+        return held[0].bytes
     if work.itemsize == work.sum_itemsize:
-        place = _GRADIENTS_OF_SAME if has_gradient else _OUTPUTS_OF_SAME
-    elif has_gradient:
-        place = _GRADIENTS_OF_NARROW if work.width % LANES else _GRADIENTS
+        turn = _GRADIENTS_OF_SAME if has_gradient else _OUTPUT_OF_SAME
     else:
-        place = _OUTPUTS
-    sums, adding = max(one.sums for one in held), max(one.bytes for one in held if one.adds_in_place)
-    most, *others = sorted((one.bytes for one in held if not one.adds_in_place), reverse=True)
-    before = place.most * most + place.others * sum(others) + place.sums_beside * sums * bool(others)
-    return max(before, place.adding * adding + place.sums * sums)
+        turn = _GRADIENTS if has_gradient else _OUTPUT
+    is_narrow, sums = work.width % LANES != 0, max(one.sums for one in held)
+    others = [0 if one.in_order and (one.adds_in_place or _rests(one)) else one.bytes for one in held]
+    return max(
+        _in_its_turn(one, turn, is_narrow, sums, bool(number)) + _OTHERS * (sum(others) - others[number])
+        for number, one in enumerate(held)
+    )
+
+
+def _rests(one: Held) -> bool:
+    return one.in_order and one.kind in ("local", "neighbours")
+
+
+def _in_its_turn(one: Held, turn: Turn, is_narrow: bool, sums: float, are_sums_there: bool) -> float:
+    """Returns the bytes of a branch and of the sums that it is added to."""
+    if _rests(one):
+        return turn.rest[is_narrow] * one.bytes + turn.sums * sums
+    own = turn.shares.get(one.kind, (1, 1))[is_narrow] * one.bytes
+    if one.adds_in_place:
+        return own + turn.added * sums
+    own += turn.sums * sums * are_sums_there
+    if one.in_order:
+        return own
+    if one.kind == "sorted":  # in two orders
+        return max(own, 2 * one.results + turn.sums * sums * are_sums_there)
+    return max(own, turn.returned[is_narrow] * one.results + turn.sums * sums)
