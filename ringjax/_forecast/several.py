@@ -27,6 +27,11 @@ class Held(NamedTuple):
     results: float = 0
     output: float = 0
 
+    @property
+    def rests(self) -> bool:
+        """Whether its rows are all tokens where they are: kernels for TPUs read them, and write to the sums."""
+        return self.in_order and self.kind in ("local", "neighbours")
+
 
 def held_by(kept: Kept, adds_in_place: bool = False) -> Held:
     """Returns what one branch keeps."""
@@ -84,9 +89,9 @@ def at_once(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
 class Turn(NamedTuple):
     """How much is there on TPUs when a branch has its turn: of wide heads, and of narrow ones.
 
-    Of what it keeps, by its kind; of that where its rows `rest`, all in order, and kernels read them and write to the
-    sums; of results that are `returned`: put among sums, or added to them. Of sums in the dtype of what is returned
-    most lie where that will. A branch that travels and adds in place has sums of its own beside the `added` part.
+    By its kind, of what it keeps; but so much of that if it `rests`. Else its results are `returned`: put among the
+    sums, or added to them. Of sums in the dtype of what the caller gets most lie where that will. What travels and
+    adds in place has counted its own sums, and the caller's arrays hold some of the others: the rest is `added`.
     """
 
     shares: dict[str, tuple[float, float]]
@@ -96,17 +101,17 @@ class Turn(NamedTuple):
     added: float = 0
 
 
-# TPUs. Where sums are of more bits than what is returned, and of as many.
+# TPUs. Where sums are of more bits than what the caller gets, and of as many.
 _OF_GRADIENTS = {"local": (0.3, 0.7), "neighbours": (1.1, 0.45), "sorted": (1.25, 1)}
 _GRADIENTS = Turn(_OF_GRADIENTS, rest=(0.45, 0.25), returned=(0.75, 1.15), sums=0.9, added=0.5)
 _GRADIENTS_OF_SAME = Turn(_OF_GRADIENTS, rest=(0.85, 0.9), returned=(0.75, 1.15), sums=0.3)
 _OUTPUT = Turn({}, rest=(1.1, 0.15), returned=(0, 0), sums=1)
 _OUTPUT_OF_SAME = Turn({}, rest=(1.2, 0), returned=(0, 0), sums=0.45)
-_OTHERS = 0.15  # of what the others keep that do not rest
+_OTHERS = 0.15  # of what others keep that have results of their own
 
 
 def in_turn(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
-    """Returns the bytes of several branches on TPUs, in the order in which they are added."""
+    """Returns the bytes of several branches on TPUs, in the order in which they are added: at the turn of one."""
     if len(held) == 1:
         return held[0].bytes
     if work.itemsize == work.sum_itemsize:
@@ -114,27 +119,24 @@ def in_turn(held: Sequence[Held], work: Work, has_gradient: bool) -> float:
     else:
         turn = _GRADIENTS if has_gradient else _OUTPUT
     is_narrow, sums = work.width % LANES != 0, max(one.sums for one in held)
-    others = [0 if one.in_order and (one.adds_in_place or _rests(one)) else one.bytes for one in held]
+    apart = [0 if one.rests or one.adds_in_place else one.bytes for one in held]
     return max(
-        _in_its_turn(one, turn, is_narrow, sums, bool(number)) + _OTHERS * (sum(others) - others[number])
+        _at_its_turn(one, turn, is_narrow, sums, is_first=number == 0) + _OTHERS * (sum(apart) - apart[number])
         for number, one in enumerate(held)
     )
 
 
-def _rests(one: Held) -> bool:
-    return one.in_order and one.kind in ("local", "neighbours")
-
-
-def _in_its_turn(one: Held, turn: Turn, is_narrow: bool, sums: float, are_sums_there: bool) -> float:
-    """Returns the bytes of a branch and of the sums that it is added to."""
-    if _rests(one):
-        return turn.rest[is_narrow] * one.bytes + turn.sums * sums
+def _at_its_turn(one: Held, turn: Turn, is_narrow: bool, sums: float, *, is_first: bool) -> float:
+    """Returns the bytes of a branch, and of the sums of all: there before, but for the first."""
+    added_to = turn.sums * sums
+    if one.rests:
+        return turn.rest[is_narrow] * one.bytes + added_to
     own = turn.shares.get(one.kind, (1, 1))[is_narrow] * one.bytes
     if one.adds_in_place:
         return own + turn.added * sums
-    own += turn.sums * sums * are_sums_there
+    before = 0 if is_first else added_to
     if one.in_order:
-        return own
-    if one.kind == "sorted":  # in two orders
-        return max(own, 2 * one.results + turn.sums * sums * are_sums_there)
-    return max(own, turn.returned[is_narrow] * one.results + turn.sums * sums)
+        return own + before
+    if one.kind == "sorted":  # results in two orders
+        return max(own, 2 * one.results) + before
+    return max(own + before, turn.returned[is_narrow] * one.results + added_to)
