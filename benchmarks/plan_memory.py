@@ -49,7 +49,7 @@ SIZES = {
     # So little that TPUs have most of it in their vector memory.
     "small sizes": Size((1024, 2048), (2, 4, 8, 16), (1, 2), cases=10),
 }
-SEED = 193  # of other draws than the count was fitted to
+SEED = 199  # of other draws than the count was fitted to
 ROOM = 0.75  # of the memory of a device: what takes more, as counted, is not drawn
 
 

@@ -10,9 +10,9 @@ from ringjax._forecast.factors import LANES, is_in_bands
 from ringjax._schedule.cost import Work
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
-# How often queries are there, with their cotangents, where gradients are taken in bands of tiles: in general, and of
-# wide heads in the dtype of sums.
-_CUT_INTO_BANDS, _CUT_INTO_BANDS_OF_SAME = 1.2, 0.4
+# How often queries are there in the dtype of sums, with their cotangents, where gradients are taken in bands of tiles:
+# those of wide heads, and of narrow ones.
+_CUT_INTO_BANDS = 0.6, 1.5
 # How often queries are there that are read for an output beside sums.
 _READ = 0.75
 
@@ -72,18 +72,21 @@ class Exchanged(NamedTuple):
     def _output_on_tpus(self, first: BranchSchedule, others: Sequence[BranchSchedule]) -> float:
         """The bytes at the peak of an output: of the first branch, or of another beside sums."""
         sums = self._queries * self._result_size
-        if self.work.has_one_branch:
-            are_put_together = first.is_causal and is_in_bands(first)
-            return self._tokens + are_put_together * sums + self._rows_copied_on_tpus(first)
-        return self._tokens + max([self._added(first, 0), *(self._added(schedule, sums) for schedule in others)])
+        if not self.work.has_one_branch:
+            return self._tokens + max([self._added(first, 0), *(self._added(schedule, sums) for schedule in others)])
+        if not first.branch.keeps_all:  # rows are taken of one array, and then of the next
+            return max(self._queries, self._keys / 2) + self._rows(first)
+        are_put_together = first.is_causal and is_in_bands(first)
+        return self._tokens + are_put_together * sums + self._rows_copied_on_tpus(first)
 
     def _added(self, schedule: BranchSchedule, sums: float) -> float:
         """The bytes beside tokens where the output of a branch is added to sums: in two orders, or as it is."""
-        of_all = self._queries * self._result_size
+        of_all, is_wider = self._queries * self._result_size, self._result_size > 1
         if schedule.queries.chunks == "residues":  # the exchanged queries lie where the output will be
             return sums + 2 * self._computed(schedule) - self._queries
-        is_read = self._is_narrow and self._result_size == 1
-        copied = 0 if is_read else self._rows_copied_on_tpus(schedule)
+        if is_wider and self.schedules[0].continues:  # as they do where nothing else is done before
+            return of_all - self._queries
+        copied = self._rows_copied_on_tpus(schedule) if is_wider or not self._is_narrow else 0
         return of_all + max(_READ * self._queries, copied)
 
     @property
@@ -108,8 +111,7 @@ class Exchanged(NamedTuple):
 
     def _read(self, schedule: BranchSchedule) -> float:
         """The bytes of what is copied to be read."""
-        is_same = self.work.itemsize == self.work.sum_itemsize and not self._is_narrow
-        cut = (_CUT_INTO_BANDS_OF_SAME if is_same else _CUT_INTO_BANDS) * is_in_bands(schedule)
+        cut = _CUT_INTO_BANDS[self._is_narrow] * is_in_bands(schedule) * self.work.sum_itemsize / self.work.itemsize
         return self._rows_copied_on_tpus(schedule) + cut * self._queries
 
     def _rows_copied_on_tpus(self, schedule: BranchSchedule) -> float:

@@ -33,11 +33,19 @@ def peak_bytes(work: Work, schedules: Schedules, factors: Factors, has_gradient:
 def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: int, beside: float) -> float:
     """What is in a TPU's vector memory at the most: small arrays are copied there, and compilers state them as well."""
     room, exchanged = factors.vector_memory, any(schedule.exchange_size > 1 for schedule in schedules)
-    if not has_gradient and len(schedules) == 1 and schedules[0].is_local and not exchanged:
+    if not has_gradient and len(schedules) == 1 and schedules[0].is_local:
         # There is nothing to wait for, and nothing to copy if all arrays are read and written as they are.
         room *= _ROOM_OF_LOCAL * (beside > 0)
     of_held = _COPIED if has_gradient or exchanged else _COPIED_OF_OUTPUTS
+    if len(schedules) > 1 or any(map(_reads_neighbours, schedules)):  # all of it, for one kernel after the other
+        return min(room, held + beside)
     return min(room, max(of_held * held, _COPIED_BESIDE * beside))
+
+
+def _reads_neighbours(schedule: BranchSchedule) -> bool:
+    """Whether kernels read all tokens of a shard, and some of its neighbours."""
+    is_neighbours = not (schedule.is_local or schedule.is_gathered or schedule.is_closed)
+    return schedule.branch.keeps_all and is_neighbours
 
 
 def _beside(work: Work, schedules: Schedules, factors: Factors, has_gradient: bool) -> float:
