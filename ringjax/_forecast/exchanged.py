@@ -79,15 +79,16 @@ class Exchanged(NamedTuple):
         are_put_together = first.is_causal and is_in_bands(first)
         return self._tokens + are_put_together * sums + self._rows_copied_on_tpus(first)
 
-    def _added(self, schedule: BranchSchedule, sums: float) -> float:
-        """The bytes beside tokens where the output of a branch is added to sums: in two orders, or as it is."""
-        of_all, is_wider = self._queries * self._result_size, self._result_size > 1
-        if schedule.queries.chunks == "residues":  # the exchanged queries lie where the output will be
-            return sums + 2 * self._computed(schedule) - self._queries
-        if is_wider and self.schedules[0].continues:  # as they do where nothing else is done before
-            return of_all - self._queries
+    def _added(self, schedule: BranchSchedule, before: float) -> float:
+        """The bytes beside tokens where a branch is added to the sums of outputs, some of which were there before."""
+        sums, is_wider = self._queries * self._result_size, self._result_size > 1
+        # The exchanged queries lie where the output will be.
+        if schedule.queries.chunks == "residues":  # results in two orders
+            return before + 2 * self._computed(schedule) - self._queries
+        if is_wider and self.schedules[0].continues:  # all branches write to the same sums
+            return sums - self._queries
         copied = self._rows_copied_on_tpus(schedule) if is_wider or not self._is_narrow else 0
-        return of_all + max(_READ * self._queries, copied)
+        return sums + max(_READ * self._queries, copied)
 
     @property
     def _is_narrow(self) -> bool:

@@ -36,9 +36,9 @@ def _copied(schedules: Schedules, factors: Factors, has_gradient: bool, held: in
     if not has_gradient and len(schedules) == 1 and schedules[0].is_local:
         # There is nothing to wait for, and nothing to copy if all arrays are read and written as they are.
         room *= _ROOM_OF_LOCAL * (beside > 0)
-    of_held = _COPIED if has_gradient or exchanged else _COPIED_OF_OUTPUTS
     if len(schedules) > 1 or any(map(_reads_neighbours, schedules)):  # all of it, for one kernel after the other
         return min(room, held + beside)
+    of_held = _COPIED if has_gradient or exchanged else _COPIED_OF_OUTPUTS
     return min(room, max(of_held * held, _COPIED_BESIDE * beside))
 
 
