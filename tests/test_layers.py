@@ -46,7 +46,7 @@ FOLDERS = {
             "axes": set(),
             "device_order": set(),
             "mesh": set(),
-            "order": set(),
+            "order": {"axes"},
             "padding": {"axes", "mesh"},
             "placement": {"axes", "mesh"},
             "sharded": {"axes", "placement"},

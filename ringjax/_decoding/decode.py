@@ -18,6 +18,7 @@ from ringjax._definition.branch import MAX_POSITIONS, Branch
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.sinks import add_sinks, read_sinks
 from ringjax._meeting.softmax import Weighting, accumulation_dtype, divisor_of, merge, shift_of
+from ringjax._mesh.axes import psum, vary
 from ringjax._mesh.order import after
 from ringjax._mesh.placement import Placement
 
@@ -100,12 +101,11 @@ class Decoder:
         first = jnp.arange(branch.row.size, dtype=jnp.int32)
 
         def send(receiver: Any, own: Array) -> Array:
-            sent = jax.lax.psum(take(receiver * first.size + first), axis_name)
+            sent = psum(take(receiver * first.size + first), axis_name)
             return jnp.where(receiver == shard, sent, own)
 
         # A cache that was made inside the caller's own shard_map is the same on all devices so far.
-        is_same = axis_name not in jax.typeof(rows).manual_axis_type.varying
-        own = jax.lax.pcast(rows, axis_name, to="varying") if is_same else rows
+        own = vary(rows, (axis_name,))
         return jax.lax.fori_loop(0, num_shards, send, after(own, sent))
 
     def step(
@@ -208,9 +208,9 @@ class Decoder:
             return out, lse
         maximum = jax.lax.pmax(lse, axis_name)
         weight = jnp.exp(lse - shift_of(maximum))
-        denominator = jax.lax.psum(weight, axis_name)
+        denominator = psum(weight, axis_name)
         divisor = divisor_of(denominator)
-        return jax.lax.psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
+        return psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
 
 
 def _attend_rows(

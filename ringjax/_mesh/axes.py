@@ -1,8 +1,10 @@
 """The axes of a mesh that cut an array, as its spec says."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -46,3 +48,30 @@ def reshard(array: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
     if not any(auto):
         return array
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*(axes or P.UNCONSTRAINED for axes in auto))))
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """Returns the manual mesh axes that an array varies along, as its type says."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+# XLA:CPU aborts on sums over devices below float32 inside a shard_map that leaves other axes to the compiler.
+# Elsewhere such sums would lose a digit with every doubling of the devices.
+
+
+def vary(array: Array, axes: Iterable[str]) -> Array:
+    """Returns the array as one that varies along mesh axes; its gradient is summed over these, in float32 at least."""
+    missing = tuple(frozenset(axes) - varying_axes(array))
+    if not missing:
+        return array
+    return jax.lax.pcast(_widen(array), missing, to="varying").astype(array.dtype)
+
+
+def psum(array: Array, axes: str | Axes) -> Array:
+    """Returns the sum over mesh axes, computed in float32 at least, in the dtype of the array."""
+    return jax.lax.psum(_widen(array), axes).astype(array.dtype)
+
+
+def _widen(array: Array) -> Array:
+    is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32)) if is_floating else array

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ringjax._mesh.axes import vary, varying_axes
+
 LANES = 128  # the columns of a TPU's register
 
 
@@ -58,19 +60,11 @@ def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple
     away before they decide on an order. It comes after `others` as well, but on TPUs: what is looked at is laid out
     anew there.
     """
-    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves((arrays, others))))
-
-    def bits_of(*trees: Any) -> Array:
-        bits = _count_bits(trees)
-        return jax.lax.pcast(bits, tuple(axes - _varying_axes(bits)), to="varying")
-
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((arrays, others))))
+    bits_of = lambda *trees: vary(_count_bits(trees), axes)
     few = lambda arrays, others: bits_of(arrays)
     bits = jax.lax.platform_dependent(arrays, others, tpu=few, default=bits_of) if others else bits_of(arrays)
     return tuple((bits >> (16 + number)).astype(dtype) for number in range(count))
-
-
-def _varying_axes(array: Any) -> frozenset[str]:
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def _count_bits(arrays: Any) -> Array:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._meeting.softmax import accumulation_dtype, merge
+from ringjax._mesh.axes import vary, varying_axes
 from ringjax._mesh.order import after, zeros_behind
 from ringjax._ring.plan import Plan
 from ringjax._ring.shard import Shard, add_gradients, add_results
@@ -170,18 +171,14 @@ def _leave(
 
 def _group_context(context: Context, axes: frozenset[str]) -> Context:
     """Gives documents one batch dimension, and the mesh axes that the arguments vary along."""
-    cast = lambda array: None if array is None else _cast(array.reshape(-1, array.shape[-1]), axes)
+    cast = lambda array: None if array is None else vary(array.reshape(-1, array.shape[-1]), axes)
     return context._replace(query_documents=cast(context.query_documents), key_documents=cast(context.key_documents))
 
 
 def _axes(arrays: Any, plan: Plan) -> frozenset[str]:
     """The mesh axes along which any of the arrays varies, and the sequence's."""
-    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(arrays)))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     return axes if plan.placement.axis_name is None else axes | {plan.placement.axis_name}
-
-
-def _cast(array: Array, axes: frozenset[str]) -> Array:
-    return jax.lax.pcast(array, tuple(axes - _varying_axes(array)), to="varying")
 
 
 def _group(
@@ -192,14 +189,10 @@ def _group(
     plan: Plan,
 ) -> tuple[Float[Array, "b n N H"], Float[Array, "b s k H"], Float[Array, "b s k V"]]:
     """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
-    query, key, value = (_cast(array, axes).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
+    query, key, value = (vary(array, axes).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
     if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
         pick = functools.partial(
             jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
         )
         key, value = pick(key), pick(value)
     return query, key, value
-
-
-def _varying_axes(array: Array) -> frozenset[str]:
-    return jax.typeof(array).manual_axis_type.varying
