@@ -157,6 +157,43 @@ def test_large_logits(dtype, ring_size):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1, np.abs(other).max()))
 
 
+@pytest.mark.parametrize("size", [1e5, 1e8])
+def test_the_reference_divides_by_its_own_sum(size):
+    """Of weights exp(logit - lse), those of logits whose lse is rounded to them would sum to 2."""
+    ones, key = jnp.ones((1, 2, 1, 1), jnp.float32), jnp.full((1, 2, 1, 1), size, jnp.float32)
+    pattern = {"segment_lengths": (2,), "dilation_rates": (1,)}
+    attend = lambda value: dilated_attention_reference(ones, key, value, **pattern)
+    out, pullback = jax.vjp(attend, ones)
+    np.testing.assert_array_equal(out, ones)
+    np.testing.assert_array_equal(pullback(ones)[0], ones)
+    np.testing.assert_array_equal(ring_dilated_attention(ones, key, ones, **pattern), ones)
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_gradients_of_large_logits_err_by_their_rounding(size):
+    """What docs/guarantees.md says of one branch: weights of the gradient err by that of the lse."""
+    query, key, value = random_arguments(32, (2, 1), widths=(4, 3))
+    arrays = [array.astype(np.float32) for array in (np.ones_like(query), key + size, value)]
+    arguments = {"segment_lengths": (32,), "dilation_rates": (1,), "scale": 0.25}  # logits of about `size`
+    actual = ring_results(arrays, **arguments)
+    expected = reference_results([array.astype(np.float64) for array in arrays], **arguments)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=4 * size * 2**-23 * np.abs(other).max())
+
+
+def test_a_sink_that_is_no_number_is_seen():
+    """Also in the lse of a row without keys."""
+    arrays = [jnp.asarray(array, jnp.float32) for array in random_arguments(4, (2, 2))]
+    options = {"segment_lengths": (4,), "dilation_rates": (2,), "sinks": jnp.array([jnp.nan, 0.0])}
+    ours, reference = (
+        attend(*arrays, return_residual=True, **options)
+        for attend in (ring_dilated_attention, dilated_attention_reference)
+    )
+    assert np.isnan(reference[1][..., 0]).all()
+    for one, other in zip(ours, reference, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
 def test_the_oracle_is_softmax_attention():
     """With one branch (T, 1) the oracle is plain attention, in NumPy and in JAX's own float32 implementation."""
     query, key, value = random_arguments(16, (4, 2), widths=(6, 6))

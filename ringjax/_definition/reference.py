@@ -113,15 +113,15 @@ def dilated_attention_reference(
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     logits = jnp.where(multiplicity > 0, logits + jnp.log(jnp.maximum(multiplicity, 1)).astype(dtype), -jnp.inf)
     covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
-    columns = [logits]
     if sinks is not None:
         sink = jnp.moveaxis(jnp.broadcast_to(jnp.asarray(sinks, dtype), query.shape[:-1]), -1, -2)  # [..., N, T]
-        columns += [sink[..., None]]
-        covered |= sink > -jnp.inf
+        logits = jnp.concatenate([logits, sink[..., None]], axis=-1)  # [..., N, T, S + 1]
+        covered |= sink != -jnp.inf
     # Rows without a logit would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
-    columns = [jnp.where(covered[..., None], column, 0) for column in columns]
-    lse = jax.nn.logsumexp(jnp.concatenate(columns, axis=-1), axis=-1)  # [..., N, T]
-    weights = jnp.where(covered[..., None], jnp.exp(columns[0] - lse[..., None]), 0)
+    logits = jnp.where(covered[..., None], logits, 0)
+    lse = jax.nn.logsumexp(logits, axis=-1)  # [..., N, T]
+    # Divided by their own sum: exp(logits - lse) would be off by the rounding of a large lse.
+    weights = jnp.where(multiplicity > 0, jax.nn.softmax(logits, axis=-1)[..., :key_length], 0)  # [..., N, T, S]
     if dropout_rate > 0:
         batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not broadcast_dropout)
         head_number = jnp.arange(num_heads)[:, None, None] * (not broadcast_dropout)
