@@ -36,6 +36,7 @@ from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, Window, make_mesh, plan, ring_dilated_attention
+from ringjax._definition import warning
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
 from ringjax._planner.compiled import compile_forecast, find_devices
@@ -90,13 +91,17 @@ def test_kernels_for_tpus_are_compiled_under_x64(width, precision):
         ({"data": 2, "seq": 4, "tensor": 1}, (AxisType.Explicit, AxisType.Explicit, AxisType.Auto)),
     ],
 )
-def test_an_axis_of_one_device_stops_no_kernel(sizes, kinds):
+def test_an_axis_of_one_device_stops_no_kernel(sizes, kinds, monkeypatch):
     """It cuts nothing, though the compiler has it; kernels take no axis that the compiler may cut along."""
     mesh = make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices("v5e", "2x4"))
     array = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
     attend = functools.partial(ring_dilated_attention, pattern=[Segments(512)], mesh=mesh)
+    monkeypatch.setattr(warning, "_GIVEN", set())  # what is warned of once
+    lowered = lambda **options: jax.jit(functools.partial(attend, **options)).lower(array, array, array).as_text()
     with jax.enable_x64(False):
-        assert "tpu_custom_call" in jax.jit(attend).lower(array, array, array).as_text()
+        assert "tpu_custom_call" in lowered(implementation="mosaic")
+        with pytest.warns(UserWarning, match="faster kernels, but no device has run them yet; check them with"):
+            assert "tpu_custom_call" not in lowered()
 
 
 @pytest.mark.parametrize(("device", "chips"), [("v5e", 1), ("v5p", 8)])
@@ -302,7 +307,7 @@ def test_memory_by_kernels_for_tpus(pattern):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_million_tokens_fit_sixteen_chips(gradient):
     """In five branches of sixteen heads, on TPUs of 16 GB."""
-    compiled = compile_for("v5e:4x4", gradient, length=2**20, pattern=MILLION, heads=16, implementation=None)
+    compiled = compile_for("v5e:4x4", gradient, length=2**20, pattern=MILLION, heads=16, implementation="mosaic")
     assert compiled.memory_analysis().peak_memory_in_bytes <= 0.6 * 16 * 2**30
 
 
@@ -370,7 +375,8 @@ def test_the_kernel_is_chosen_where_it_can_serve():
     of_meetings = 4  # a local one, and the three cases of a ring
     assert compiled.as_text().count('="__cudnn') >= of_meetings * 2
     length = 8 * FEW_OF_A_CHIP
-    text = compile_for("v5e:2x4", True, length=length, pattern=((256, length), (1, 4)), implementation=None).as_text()
+    two = ((256, length), (1, 4))
+    text = compile_for("v5e:2x4", True, length=length, pattern=two, implementation="mosaic").as_text()
     for name in ("forward", "query_gradient", "key_gradient"):
         assert len(re.findall(rf"%ringjax_{name}\S* = .*custom-call\(", text)) >= 2
     assert " dot(" not in text

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from ringjax._definition.warning import warn
+from ringjax._definition.warning import warn, warn_once
 from ringjax._kernels import cudnn
 from ringjax._kernels.fused import Fused
 from ringjax._kernels.mosaic import MosaicGpu, MosaicTpu, NarrowMosaicTpu
@@ -24,23 +24,31 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 # Those of each name that callers may give, and the name of each.
 NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu_narrow", "mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
 NAME_OF = {own: name for name, several in NAMES.items() for own in several}
+# No device has run these yet: they serve by name alone.
+UNTRIED = frozenset({"mosaic_tpu_narrow", "mosaic_tpu"})
 
 
 def preference(request: Request) -> tuple[str, ...]:
     """Returns what is taken where no name is given, by preference: the last one serves everything."""
+    return tuple(name for name in _fastest_first(request) if name not in UNTRIED)
+
+
+def _fastest_first(request: Request) -> tuple[str, ...]:
     own = NAMES["mosaic"]
     # For each document cuDNN starts threads for all rows, and its memory grows by these: so ours come first there.
     return (*own, "cudnn", "xla") if "document_ids" in request.needs else ("cudnn", *own, "xla")
 
 
 def implement(schedules: Schedules, name: str | None, request: Request, with_warning: bool = False) -> Schedules:
-    """Returns the schedules with their implementations; warns, if asked to, of what hinders faster ones.
+    """Returns the schedules with their implementations; warns, if asked to, of faster ones that do not serve.
 
     Raises:
       ValueError: if the named implementation cannot serve all branches.
     """
-    if with_warning and name is None and request.unmapped:
-        _warn_of_axes(schedules, request)
+    if with_warning and name is None:
+        _warn_of_untried(schedules, request)
+        if request.unmapped:
+            _warn_of_axes(schedules, request)
     chosen = [_choose(schedule, name, request) for schedule in schedules]
     for _, reason in chosen:
         if reason is not None:
@@ -57,9 +65,11 @@ def obstacle(schedules: Schedules, name: str | None, request: Request) -> str | 
 def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str]]:
     """Returns the names of those that are preferred to what serves a branch, each with why it does not."""
     found = []
-    for name in dict.fromkeys(NAME_OF[own] for own in preference(request)):
+    for name in dict.fromkeys(NAME_OF[own] for own in _fastest_first(request)):
         own = _of_platform(NAMES[name], request.platform)[-1]
-        reason = IMPLEMENTATIONS[own].obstacle(request, _prepare(request, schedule, own))
+        reason = _obstacle(request, schedule, own)
+        if reason is None and own in UNTRIED:
+            reason = f"no device has run it yet; check it with `ringjax check`, then say implementation={name!r}"
         if reason is None:
             break
         found.append((name, reason))
@@ -85,6 +95,22 @@ def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
 def _prepare(request: Request, schedule: BranchSchedule, name: str) -> BranchSchedule:
     own = IMPLEMENTATIONS[name]
     return dataclasses.replace(own.prepare(request, schedule), implementation=name, traits=own.traits)
+
+
+def _obstacle(request: Request, schedule: BranchSchedule, name: str) -> str | None:
+    return IMPLEMENTATIONS[name].obstacle(request, _prepare(request, schedule, name))
+
+
+def _warn_of_untried(schedules: Schedules, request: Request) -> None:
+    """Warns, once, of kernels that would serve if a device had run them."""
+    for name in UNTRIED:
+        if any(_obstacle(request, schedule, name) is None for schedule in schedules):
+            warn_once(
+                "untried kernels",
+                f"XLA computes attention on platform {request.platform!r}: there are faster kernels, but no device has "
+                f"run them yet; check them with `ringjax check`, then say implementation={NAME_OF[name]!r}",
+            )
+            return
 
 
 def _warn_of_axes(schedules: Schedules, request: Request) -> None:
