@@ -142,10 +142,10 @@ def ring_dilated_attention(
         divisor of u. By default the smallest u after which nothing else travels, else the largest.
       implementation: ``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or
         ``"mosaic"``, kernels for TPUs and Hopper GPUs. By default each branch takes the fastest that can compute it on
-        these devices, but the kernels for TPUs, which no TPU has run yet: they serve by name alone. cuDNN takes bfloat16 and float16. It takes segments of rate 1; other segments whose rate divides
-        them, and which divide, or are divided by, what a device holds; and causal windows, with limits. The kernels for
-        TPUs take bfloat16 and float32. Those for Hopper GPUs take bfloat16 and float16, and heads that are at most 128
-        wide.
+        these devices, but not the kernels for TPUs, which no TPU has run yet: they serve by name alone. cuDNN takes
+        bfloat16 and float16. It takes segments of rate 1; other segments whose rate divides them, and which divide, or
+        are divided by, what a device holds; and causal windows, with limits. The kernels for TPUs take bfloat16 and
+        float32. Those for Hopper GPUs take bfloat16 and float16, and heads that are at most 128 wide.
       block_size: the most rows of queries, and of keys, whose logits are computed at once. By default it is chosen from
         shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and less
         work where a mask cuts them; larger ones run faster.

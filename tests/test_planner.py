@@ -649,7 +649,9 @@ def test_what_is_exchanged():
     padded = 525 / 524.288  # 525 segments of 1000
     assert on_gpus(Segments(1000)) == pytest.approx(padded * (exchanged + 2 * 3 * tokens), rel=1e-3)
     # Two devices need the same key/value head: what is sent of these is an array of its own.
-    repeated = {one.strategy: one for one in planned([Segments(2**19)], num_kv_heads=4, **size, device="H100").forecasts}
+    repeated = {
+        one.strategy: one for one in planned([Segments(2**19)], num_kv_heads=4, **size, device="H100").forecasts
+    }
     assert repeated["all_to_all"].memory == tokens * (3 + 2) + exchanged + (2 + 2) * tokens
     on_tpus = lambda *branches: held(*branches, device="v5e") - tokens * (4 + 3) + round(ELSEWHERE)
     assert on_tpus(Segments(2**19, 2)) == tokens * (2 + 2) / 2  # of these, rows alone are exchanged
