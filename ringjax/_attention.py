@@ -26,7 +26,7 @@ from ringjax._definition.reach_warning import warn_of_reach
 from ringjax._definition.sinks import add_sinks, read_sinks
 from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import schedules_of
-from ringjax._forecast.machine import machine_of
+from ringjax._forecast.machine import known_machine
 from ringjax._kernels.implementation import ImplementationName
 from ringjax._meeting.protocol import Request
 from ringjax._meeting.softmax import Weighting, accumulation_dtype
@@ -278,7 +278,7 @@ def _make_plan(
     call: Call, strategy: Strategy, placement: Placement, weighting: Weighting, broadcast_dropout: bool
 ) -> Plan:
     """Returns the plan of a call; where nothing says on which platform it will run, for others too."""
-    schedules = schedules_of(call, strategy, machine_of(placement.platform, placement.device_kind))
+    schedules = schedules_of(call, strategy, known_machine(placement.platform, placement.device_kind))
     implemented = call.implement(schedules, with_warning=True)
     is_elsewhere = call.implementation is None and implemented != schedules and not placement.is_platform_known
     return Plan(

@@ -21,8 +21,8 @@ import ringjax
 from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._forecast.call import choose_gpu_block_size
-from ringjax._forecast.forecast import forecast
-from ringjax._forecast.machine import MACHINES, machine_of
+from ringjax._forecast.forecast import forecast, schedules_of
+from ringjax._forecast.machine import MACHINES, known_machine, machine_of
 from ringjax._kernels.mosaic import MosaicGpu
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
@@ -323,19 +323,40 @@ def test_the_command_says_what_is_wrong(arguments, words, capsys):
         ("tpu", "TPU v5", "v5p"),
         ("tpu", "TPU v5p", "v5p"),
         ("tpu", "TPU v6 lite", "v6e"),
-        ("tpu", "TPU v7", "v5e"),
         ("gpu", "NVIDIA H200", "H200"),
+        ("gpu", "NVIDIA H100 80GB HBM3", "H100"),
         ("gpu", "NVIDIA A100-SXM4-80GB", "A100"),
-        ("gpu", "NVIDIA L4", "H100"),
+        ("tpu", "TPU v4", "unknown tpu device 'TPU v4', with the figures of v5e"),
+        ("tpu", "TPU v7", "unknown tpu device 'TPU v7', with the figures of v5e"),
+        ("gpu", "NVIDIA L4", "unknown cuda device 'NVIDIA L4', with the figures of H100"),
+        ("gpu", "NVIDIA RTX A1000", "unknown cuda device 'NVIDIA RTX A1000', with the figures of H100"),
+        ("rocm", "AMD Instinct MI300X", "unknown rocm device 'AMD Instinct MI300X', with the figures of H100"),
     ],
 )
 def test_devices_are_known_by_their_kinds(platform, kind, name):
-    """As jax's devices say these."""
+    """As jax's devices say these; those of which no figures are known are said to be unknown."""
     device = collections.namedtuple("Device", ("platform", "device_kind"))(platform, kind)
     mesh = jax.make_mesh((1,), ("seq",)).abstract_mesh.update(abstract_device=device)
     placements = []
     jax.eval_shape(lambda *arrays: placements.append(find_placement(*arrays, mesh, "seq")), *random_arguments(4))
     assert [machine_of(placement.platform, placement.device_kind).name for placement in placements] == [name]
+
+
+def test_auto_is_the_ring_on_unknown_devices():
+    """Where an exchange would be best on the device whose figures stand in."""
+    device = collections.namedtuple("Device", ("platform", "device_kind"))
+    shapes = 3 * [jax.ShapeDtypeStruct((1, 4096, 8, 16), jnp.float32)]
+    attend = functools.partial(ringjax.ring_dilated_attention, pattern=[Segments(4096)], strategy="auto")
+
+    def strategies(kind):
+        mesh = jax.make_mesh((8,), ("seq",)).abstract_mesh.update(abstract_device=device("gpu", kind))
+        with recording() as records:
+            jax.eval_shape(functools.partial(attend, mesh=mesh), *shapes)
+        return [one.exchange_size for one in schedules_of(*records[0][:2], known_machine("cuda", kind))]
+
+    assert strategies("NVIDIA H100") == [8]
+    with pytest.warns(UserWarning, match="strategy='auto' takes \"ring\": the figures of 'NVIDIA L4' are not known"):
+        assert strategies("NVIDIA L4") == [1]
 
 
 def test_measured_figures_serve(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ringjax._definition.warning import warn_once
 from ringjax._forecast.call import Call
 from ringjax._forecast.factors import ON_GPUS, ON_TPUS
 from ringjax._forecast.machine import Machine
@@ -84,9 +85,22 @@ class Forecast:
         return sum(message.num_bytes * message.times for message in self.messages if message.direction == direction)
 
 
-def schedules_of(call: Call, strategy: str, machine: Machine) -> Schedules:
-    """Returns the schedules of a strategy, with ``"auto"`` those of the least time on a machine, with the gradient."""
-    return choose(call, machine).schedules if strategy == "auto" else call.schedules(strategy)
+def schedules_of(call: Call, strategy: str, machine: Machine | None) -> Schedules:
+    """Returns the schedules of a strategy, with ``"auto"`` those of the least time on a machine, with the gradient.
+
+    Where the machine is not known, these are those of the ring.
+    """
+    if strategy != "auto":
+        return call.schedules(strategy)
+    if machine is not None:
+        return choose(call, machine).schedules
+    kind = call.request.device_kind or call.request.platform
+    warn_once(
+        ("auto", kind),
+        f"strategy='auto' takes \"ring\": the figures of {kind!r} are not known; name a strategy, which "
+        "`ringjax plan` compares for the figures that `ringjax plan --measure FILE` writes",
+    )
+    return call.schedules("ring")
 
 
 def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, has_gradient: bool = True) -> Forecast:

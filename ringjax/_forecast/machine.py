@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,8 @@ MACHINES = {
         Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
     )
 }
-# What is in the kinds of devices, as jax says these: their names, or what the first of these that fits stands for.
-_KINDS = {**{name.lower(): name for name in MACHINES}, "v6": "v6e", "lite": "v5e", "v5": "v5p"}
+# What jax calls TPUs.
+_TPU_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v5p": "v5p", "v6 lite": "v6e", "v6e": "v6e"}
 
 
 def find_machine(device: str | Machine) -> Machine:
@@ -179,13 +180,23 @@ def _check_figures(machine: Machine) -> None:
         )
 
 
-def machine_of(platform: str, kind: str) -> Machine:
-    """Returns the figures of a device of this platform and kind, or of the usual one of its platform.
+def known_machine(platform: str, kind: str) -> Machine | None:
+    """Returns the figures of a device of this platform and kind, as jax names both; None if none are known.
 
     Platforms are named as programs are lowered for them: "cuda", not "gpu".
     """
-    for part, name in _KINDS.items():
-        if part in kind.lower() and MACHINES[name].platform == platform:
-            return MACHINES[name]
-    usual = {"cuda": "H100", "tpu": "v5e"}
-    return MACHINES[usual.get(platform, "cpu")]
+    if platform == "tpu":
+        return MACHINES.get(_TPU_KINDS.get(kind.lower().removeprefix("tpu").strip(), ""))
+    names = [name for name, machine in MACHINES.items() if machine.platform == platform == "cuda"]
+    found = next((name for name in names if re.search(rf"\b{name}\b", kind, re.IGNORECASE)), None)
+    return MACHINES.get("cpu" if platform == "cpu" else found or "")
+
+
+def machine_of(platform: str, kind: str) -> Machine:
+    """Returns the figures of a device; of an unknown one those of another, under a name that says so."""
+    known = known_machine(platform, kind)
+    if known is not None:
+        return known
+    other = MACHINES["v5e" if platform == "tpu" else "H100"]
+    device = f"{platform} device {kind!r}" if kind else f"{platform} device"
+    return dataclasses.replace(other, name=f"unknown {device}, with the figures of {other.name}")

@@ -13,7 +13,7 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._definition.warning import forget
 from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import forecast, schedules_of
-from ringjax._forecast.machine import Machine, find_machine, machine_of
+from ringjax._forecast.machine import Machine, find_machine, known_machine, machine_of
 from ringjax._planner.comparison import Comparison, compare, wrap
 from ringjax._recording import Record, recording
 
@@ -115,14 +115,14 @@ def _key(call: Call) -> tuple[Any, ...]:
 
 def _compare(record: Record, device: str | Machine | None) -> Comparison:
     call, strategy, placement, _ = record
-    if device is None:
-        machine = machine_of(placement.platform, placement.device_kind)
-    else:
-        machine = find_machine(device)
+    of_devices = placement.platform, placement.device_kind
+    machine = machine_of(*of_devices) if device is None else find_machine(device)
+    known = known_machine(*of_devices) if device is None else machine
+    if device is not None:
         request = call.request._replace(platform=machine.platform, device_kind=machine.name)
         call = dataclasses.replace(call, request=request)
     comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
-    own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, machine), machine)
+    own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, known), machine)
     return dataclasses.replace(comparison, forecasts=(own, *comparison.forecasts))
 
 
