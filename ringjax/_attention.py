@@ -238,7 +238,7 @@ def ring_dilated_attention(
         exchange_size=None if exchange_size is None else int(exchange_size),
         implementation=implementation,
     )
-    call = record(Record(call, strategy, placement, find_mesh((query, key, value), mesh)[1]))
+    record(Record(call, strategy, placement, find_mesh((query, key, value), mesh)[1]))
     soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
     weighting = Weighting(scale, soft_cap, float(dropout_rate), precision)
     plan = _make_plan(call, strategy, placement, weighting, bool(broadcast_dropout))

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,31 +18,22 @@ class Record(NamedTuple):
     source: str
 
 
-class _Recording(NamedTuple):
-    records: list[Record]
-    is_for_another_device: bool
-
-
-_RECORDING: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar("recording", default=None)
+_RECORDS: contextvars.ContextVar[list[Record] | None] = contextvars.ContextVar("records", default=None)
 
 
 @contextlib.contextmanager
-def recording(is_for_another_device: bool = False) -> Iterator[list[Record]]:
+def recording() -> Iterator[list[Record]]:
     """Gives the list of what is recorded inside."""
-    own = _Recording([], is_for_another_device)
-    token = _RECORDING.set(own)
+    records: list[Record] = []
+    token = _RECORDS.set(records)
     try:
-        yield own.records
+        yield records
     finally:
-        _RECORDING.reset(token)
+        _RECORDS.reset(token)
 
 
-def record(one: Record) -> Call:
-    """Records a call, if anybody wants to know, and returns what is to be traced.
-
-    For another device that is a call without its implementation, which this device need not serve.
-    """
-    own = _RECORDING.get()
-    if own is not None:
-        own.records.append(one)
-    return dataclasses.replace(one.call, implementation=None) if own and own.is_for_another_device else one.call
+def record(one: Record) -> None:
+    """Records a call, if anybody wants to know."""
+    records = _RECORDS.get()
+    if records is not None:
+        records.append(one)

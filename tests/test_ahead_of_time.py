@@ -36,7 +36,7 @@ from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
 from ringjax import DilatedPattern, Segments, Window, make_mesh, plan, ring_dilated_attention
-from ringjax._definition import warning
+from ringjax._definition.warning import warning_anew
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
 from ringjax._planner.compiled import compile_forecast, find_devices
@@ -91,16 +91,16 @@ def test_kernels_for_tpus_are_compiled_under_x64(width, precision):
         ({"data": 2, "seq": 4, "tensor": 1}, (AxisType.Explicit, AxisType.Explicit, AxisType.Auto)),
     ],
 )
-def test_an_axis_of_one_device_stops_no_kernel(sizes, kinds, monkeypatch):
+def test_an_axis_of_one_device_stops_no_kernel(sizes, kinds):
     """It cuts nothing, though the compiler has it; kernels take no axis that the compiler may cut along."""
     mesh = make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices("v5e", "2x4"))
     array = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
     attend = functools.partial(ring_dilated_attention, pattern=[Segments(512)], mesh=mesh)
-    monkeypatch.setattr(warning, "_GIVEN", set())  # what is warned of once
     lowered = lambda **options: jax.jit(functools.partial(attend, **options)).lower(array, array, array).as_text()
     with jax.enable_x64(False):
         assert "tpu_custom_call" in lowered(implementation="mosaic")
-        with pytest.warns(UserWarning, match="faster kernels, but no device has run them yet; check them with"):
+        words = "faster kernels, but no device has run them yet; check them with"
+        with warning_anew(), pytest.warns(UserWarning, match=words):
             assert "tpu_custom_call" not in lowered()
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 import ringjax
-from ringjax._definition.warning import forget
+from ringjax._definition.warning import warning_anew
 
 LENGTH, WIDTH = 13, 16
 
@@ -79,14 +79,12 @@ def test_arrays_of_numpy():
 
 
 def test_who_does_not_pad_is_told():
-    forget()
     module = make_module(mesh=make_mesh(seq=8))
     words = "8 devices of 'seq' do not divide .* pad tokens once, .*pad_to_mesh"
-    with pytest.warns(ringjax.MeshWarning, match=words) as caught:
+    with warning_anew(), pytest.warns(ringjax.MeshWarning, match=words) as caught:
         out = module(jnp.ones((1, LENGTH, WIDTH), jnp.float32))
     assert [warning.filename for warning in caught] == [__file__]
     assert out.sharding.is_fully_replicated
-    forget()
 
 
 @pytest.mark.parametrize(

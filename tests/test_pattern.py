@@ -11,7 +11,7 @@ import pytest
 from ringjax import DilatedPattern, ReachWarning, Segments, Window, ring_dilated_attention
 from ringjax._definition.pattern import read_pattern
 from ringjax._definition.reach_warning import warn_of_reach
-from ringjax._definition.warning import forget
+from ringjax._definition.warning import warning_anew
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
 
@@ -200,8 +200,7 @@ def test_reach_of_many_heads_is_that_of_those_that_differ():
     ],
 )
 def test_what_could_be_seen_is_what_counts(pattern, length, heads, is_causal, warns):
-    forget()
-    with warnings.catch_warnings(record=True) as caught:
+    with warning_anew(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for more in (0, 1):  # once, whatever the length
             warn_of_reach(DilatedPattern(pattern), length + more, heads, is_causal)

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from oracle import make_mesh, random_arguments
 import ringjax
 from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
+from ringjax._definition.warning import warning_anew
 from ringjax._forecast.call import choose_gpu_block_size
 from ringjax._forecast.forecast import forecast, schedules_of
 from ringjax._forecast.machine import MACHINES, known_machine, machine_of
@@ -27,6 +29,7 @@ from ringjax._kernels.mosaic import MosaicGpu
 from ringjax._mesh.placement import find_placement
 from ringjax._planner.command import main
 from ringjax._planner.comparison import compare, mebibytes
+from ringjax._planner.compiled import memory_of
 from ringjax._recording import recording
 from ringjax._schedule.cost import messages
 
@@ -534,17 +537,46 @@ def test_explaining_a_module_that_was_traced_before():
     assert explanation.places[0].startswith("64 tokens on the 4 devices of the mesh axis 'seq'")
 
 
-def test_explaining_says_what_was_warned_of_before():
-    """Whoever explains a call has mostly made it: what is warned of once is said again, and to later calls too."""
+@pytest.mark.parametrize("order", ["call first", "explanation first"])
+def test_explaining_leaves_warnings_as_they_were(order):
+    """What a call warns of once an explanation says in any case, and a later call if none has warned before."""
     pattern = {"pattern": [Segments(4), Segments(64, 16)]}
     array = jnp.zeros((1, 64, 2, 8))
     call = lambda: ringjax.ring_dilated_attention(array, array, array, **pattern)
-    with pytest.warns(ReachWarning):
-        call()
-    (text,) = explain(SHAPE, SHAPE, SHAPE, **pattern).warnings
-    assert "of the queries see beyond their smallest branch" in text
-    with pytest.warns(ReachWarning):
-        call()
+    with warning_anew(), warnings.catch_warnings():
+        if order == "call first":
+            with pytest.warns(ReachWarning):
+                call()
+        (text,) = explain(SHAPE, SHAPE, SHAPE, **pattern).warnings
+        assert "of the queries see beyond their smallest branch" in text
+        if order == "call first":
+            call()
+        else:
+            with pytest.warns(ReachWarning):
+                call()
+
+
+def test_explaining_changes_no_call():
+    """Also for another device: a call that names what serves there is traced so, and asks for nothing else."""
+    shape = jax.ShapeDtypeStruct((1, 256, 8, 64), jnp.bfloat16)
+    programs = []
+
+    def call(query):
+        attend = functools.partial(ringjax.ring_dilated_attention, pattern=[Segments(256)], implementation="cudnn")
+        programs.append(str(jax.make_jaxpr(attend)(query, query, query)))
+        return query
+
+    explain(call, shape, device="H100")
+    assert "dot_product_attention_fwd" in programs[0]
+    with pytest.raises(ValueError, match="implementation='cudnn' cannot serve: it runs on NVIDIA GPUs"):
+        explain(call, shape)
+
+
+def test_memory_that_is_compiled_has_temporaries():
+    """The peak that XLA states for CPUs is without them."""
+    size = 10_000
+    compiled = jax.jit(lambda x: (jnp.sort(x) * jnp.sort(-x)).sum()).lower(jnp.zeros(size, jnp.float32)).compile()
+    assert memory_of(compiled) >= 4 * size * 2
 
 
 # The vector memory that compilers for TPUs fill, and what is there and not in memory at the peak.

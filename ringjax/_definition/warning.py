@@ -1,8 +1,10 @@
 """Warnings that show the line of the caller's own code, however deep in libraries the call is."""
 
+import contextlib
+import contextvars
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 # Those that may call ours in the caller's place.
 _LIBRARIES = frozenset({"ringjax", "flax", "jax", "jaxtyping"})
@@ -16,19 +18,25 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-_GIVEN: set[Hashable] = set()
+_GIVEN: contextvars.ContextVar[set[Hashable]] = contextvars.ContextVar("given", default=set())  # noqa: B039
 
 
 def warn_once(about: Hashable, message: str, category: type[Warning] = UserWarning) -> None:
     """Warns, if it has not warned of this before."""
-    if (about, category) not in _GIVEN:
+    given = _GIVEN.get()
+    if (about, category) not in given:
         warn(message, category)
-        _GIVEN.add((about, category))  # not where the warning is an error: that is raised each time
+        given.add((about, category))  # not where the warning is an error: that is raised each time
 
 
-def forget() -> None:
-    """Lets what was warned of once be warned of again."""
-    _GIVEN.clear()
+@contextlib.contextmanager
+def warning_anew() -> Iterator[None]:
+    """Warns inside of all that was warned of once before, and leaves outside what was."""
+    token = _GIVEN.set(set())
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
 
 
 def _package(names: dict[str, object]) -> str:

@@ -1,7 +1,9 @@
 """Which mesh a call runs on, and its platform."""
 
-from collections.abc import Iterable
-from typing import Any
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -79,8 +81,43 @@ def check_abstract(mesh: Any, arrays: tuple[Array, ...]) -> None:
         )
 
 
+class Target(NamedTuple):
+    """A platform, named as programs are lowered for it, and what jax calls its devices."""
+
+    platform: str
+    device_kind: str
+
+
+_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def traced_for(target: Target | None) -> Iterator[None]:
+    """Lets calls inside be traced as if their devices were others, which need not be there."""
+    token = _TARGET.set(target)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def kind_of(mesh: Mesh | AbstractMesh | None, platform: str) -> str:
+    """Returns the kind of the devices of a mesh or of a platform, as far as it is known."""
+    target = _TARGET.get()
+    if target is not None:
+        return target.device_kind
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].device_kind
+    kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
+    is_default = platform == lowered_platform(jax.default_backend())
+    return kind or (jax.devices()[0].device_kind if is_default else "")
+
+
 def platform_of(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bool]:
     """Returns the platform of a mesh or an array, else the default one, and whether a call will run on it."""
+    target = _TARGET.get()
+    if target is not None:
+        return target.platform, True
     if isinstance(mesh, Mesh):
         return lowered_platform(mesh.devices.flat[0].platform), True
     device: Any = getattr(mesh, "abstract_device", None)

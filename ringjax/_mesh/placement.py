@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from ringjax._mesh.axes import Axes, Cuts, cuts_of, reshard
-from ringjax._mesh.mesh import check_abstract, find_mesh, lowered_platform, platform_of
+from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of
 
 
 class Placement(NamedTuple):
@@ -57,11 +57,7 @@ class Placement(NamedTuple):
     @property
     def device_kind(self) -> str:
         """The kind of the devices, as far as it is known."""
-        if isinstance(self.mesh, Mesh):
-            return self.mesh.devices.flat[0].device_kind
-        kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None)
-        is_default = self.platform == lowered_platform(jax.default_backend())
-        return kind or (jax.devices()[0].device_kind if is_default else "")
+        return kind_of(self.mesh, self.platform)
 
     def length(self, array: Array) -> int:
         """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""

@@ -10,10 +10,11 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._definition.warning import forget
+from ringjax._definition.warning import warning_anew
 from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import forecast, schedules_of
 from ringjax._forecast.machine import Machine, find_machine, known_machine, machine_of
+from ringjax._mesh.mesh import Target, traced_for
 from ringjax._planner.comparison import Comparison, compare, wrap
 from ringjax._recording import Record, recording
 
@@ -87,11 +88,17 @@ def explain(
 
     # What was traced before would not be traced again, and nothing recorded: but under metadata of its own it is.
     own = set_xla_metadata(explanation=str(next(_NUMBERS)))
-    with recording(device is not None) as records, warnings.catch_warnings(record=True) as caught, own:
+    machine = None if device is None else find_machine(device)
+    target = None if machine is None else Target(machine.platform, machine.name)
+    with (
+        recording() as records,
+        warnings.catch_warnings(record=True) as caught,
+        warning_anew(),
+        traced_for(target),
+        own,
+    ):
         warnings.simplefilter("always")
-        forget()  # what is warned of once: here it is warned of again, and to who calls after this
         jax.eval_shape(call, *arrays)
-        forget()
     if not records:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -100,7 +107,7 @@ def explain(
     found: dict[Any, list[Record]] = {}
     for one in records:
         found.setdefault((*_key(one.call), *one[1:]), []).append(one)
-    calls = tuple((_compare(same[0], device), len(same)) for same in found.values())
+    calls = tuple((_compare(same[0], machine), len(same)) for same in found.values())
     places = tuple(_place(same[0]) for same in found.values())
     texts = dict.fromkeys(str(warning.message) for warning in caught)
     return Explanation(calls, places, tuple(texts))
@@ -113,14 +120,11 @@ def _key(call: Call) -> tuple[Any, ...]:
     return *fields.values(), *(str(array.dtype) for array in request[:3]), request[3:]
 
 
-def _compare(record: Record, device: str | Machine | None) -> Comparison:
+def _compare(record: Record, machine: Machine | None) -> Comparison:
     call, strategy, placement, _ = record
-    of_devices = placement.platform, placement.device_kind
-    machine = machine_of(*of_devices) if device is None else find_machine(device)
-    known = known_machine(*of_devices) if device is None else machine
-    if device is not None:
-        request = call.request._replace(platform=machine.platform, device_kind=machine.name)
-        call = dataclasses.replace(call, request=request)
+    of_devices = call.request.platform, call.request.device_kind
+    known = known_machine(*of_devices) if machine is None else machine
+    machine = machine_of(*of_devices) if machine is None else machine
     comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
     own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, known), machine)
     return dataclasses.replace(comparison, forecasts=(own, *comparison.forecasts))
