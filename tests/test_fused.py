@@ -589,6 +589,13 @@ def test_the_guard_against_other_versions_of_jax(monkeypatch):
     assert "other parameters" in cudnn._find_missing(other)
     other._dot_product_attention_bwd_impl = lambda query, key: None
     assert "other parameters" in cudnn._find_missing(other)
+    signature = inspect.signature(cudnn._jax._dot_product_attention_bwd_impl)
+    names = list(signature.parameters)
+    place = names.index("fwd_output")
+    names[place : place + 2] = names[place : place + 2][::-1]  # as many arrays, in another order
+    swapped = [signature.parameters[name] for name in names]
+    other._dot_product_attention_bwd_impl.__signature__ = signature.replace(parameters=swapped)
+    assert "other parameters" in cudnn._find_missing(other)
 
     # Then everything else is computed all the same, with one warning in all.
     monkeypatch.setattr(cudnn, "_jax", None)

@@ -8,7 +8,6 @@ import dataclasses
 import faulthandler
 import functools
 import re
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
+from ringjax._definition.warning import warning_anew
 from ringjax._kernels import chains
 from ringjax._kernels.chains import Chains, make_chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS, preference
@@ -326,14 +326,38 @@ def test_what_it_cannot_serve(arguments, words, monkeypatch):
     assert re.search(words, obstacle(**arguments))
 
 
-@pytest.mark.parametrize(("version", "is_refused"), [("12.8.61", True), ("12.9.41", True), ("12.9.86", False)])
-def test_an_assembler_that_miscompiles_is_an_obstacle(version, is_refused, monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("V12.8.61", True), ("V12.9.41", True), ("V12.9.86", False), ("V13.0.48", False)]
+)
+def test_an_assembler_that_miscompiles_is_an_obstacle(version, is_refused, monkeypatch, tmp_path):
+    """Whatever package it is from: the one that jax names to XLA is asked."""
+    path = write_ptxas(tmp_path, f"Cuda compilation tools, release 12, {version}")
+    monkeypatch.setattr(jax._src.lib, "cuda_path", str(tmp_path))
     monkeypatch.setattr(jax, "__version_info__", FIRST_JAX)
-    monkeypatch.setattr(metadata, "version", lambda package: version)
-    words = f"nvidia-cuda-nvcc-cu12 {version} miscompiles masked kernels: install 12.9.86 or later"
+    words = f"{path} of version {version[1:]} miscompiles masked kernels: install CUDA 12.9.1 (ptxas 12.9.86) or later"
     assert obstacle() == (words if is_refused else None)
+
+
+def test_an_assembler_of_an_unknown_version_is_said(monkeypatch, tmp_path):
+    """Where there is a GPU to compile for."""
+    write_ptxas(tmp_path, "release 12.9rc1")
+    monkeypatch.setattr(jax._src.lib, "cuda_path", str(tmp_path))
+    monkeypatch.setattr(jax, "__version_info__", FIRST_JAX)
+    assert obstacle() is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with warning_anew(), pytest.warns(UserWarning, match="the version of ptxas, .*, is not known"):
+        assert obstacle() is None
+
+
+def write_ptxas(folder, words):
+    path = folder / "bin" / "ptxas"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\necho '{words}'\n")
+    path.chmod(0o755)
+    return path
 
 
 def test_an_older_jax_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 9))
-    assert "on GPUs it needs jax 0.12, and this is" in obstacle(platform="cuda", device_kind="NVIDIA H200")
+    words = "on GPUs it needs jax 0.12, which needs Python 3.12, and this is jax"
+    assert words in obstacle(platform="cuda", device_kind="NVIDIA H200")

@@ -31,8 +31,10 @@ _NAMES = (
     "_dot_product_attention_fwd_impl",
     "_dot_product_attention_bwd_impl",
 )
-# The arrays that the primitives take after query, key and value; then the parameters of both.
-_MORE_ARRAYS = 7  # bias, lengths and offsets of both sides, two page tables
+# The arrays that the primitives take, in this order, those that the backward takes too, and the parameters of both.
+_ARRAYS = ("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets")
+_ARRAYS += ("page_table_k", "page_table_v")
+_OF_BACKWARD = ("activation", "fwd_output", "grad_output")
 _PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
 _MOST_NUMBERS = 2**31 - 1  # of an array with spans, whose places in memory are 32-bit integers
@@ -66,11 +68,12 @@ def _find_missing(module: Any) -> str | None:
         if not hasattr(getattr(module, name, None), "bind"):
             return f"this version of jax has no primitive {name}"
         names = list(inspect.signature(getattr(module, f"_dot_product_attention_{direction}_impl")).parameters)
-        arrays = 3 + _MORE_ARRAYS + (3 if direction == "bwd" else 0)
         if "score_mod_args" in names:  # none of them is passed
             names.remove("score_mod_args")
+        arrays = _ARRAYS + (_OF_BACKWARD if direction == "bwd" else ())
         known = {*_PARAMETERS, *_NEWER_PARAMETERS, "is_training"}
-        if "scale" not in names[arrays : arrays + 1] or not set(_PARAMETERS) <= set(names[arrays:]) <= known:
+        parameters = set(names[len(arrays) :])
+        if tuple(names[: len(arrays)]) != arrays or not set(_PARAMETERS) <= parameters <= known:
             return f"this version of jax has other parameters of {name}"
     return None
 

@@ -9,7 +9,6 @@ by the masks.
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
+from ringjax._kernels import ptxas
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.operands import Given, Stats
 from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
@@ -44,8 +44,7 @@ LINE_WIDTH, MOST_WIDTH = 64, 128
 # The GPUs whose matrix units the kernels for GPUs use.
 HOPPER = "H100", "H200", "H800", "H20", "GH200"
 FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
-# CUDA 12.8.0 to 12.9.0, whose assembler miscompiles masked kernels: jax refuses its own with them too.
-MISCOMPILING = (12, 8), (12, 9, 86)
+FIRST_PYTHON = 3, 12  # which that jax needs
 # What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
 _NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
 _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
@@ -294,11 +293,10 @@ class MosaicGpu(Mosaic):
         if not any(name in request.device_kind.upper() for name in HOPPER):
             return f"of GPUs it runs on {', '.join(HOPPER)}, and the devices are {request.device_kind!r}"
         if jax.__version_info__ < FIRST_JAX:
-            return f"on GPUs it needs jax {'.'.join(map(str, FIRST_JAX))}, and this is {jax.__version__}"
-        assembler = _version_of("nvidia-cuda-nvcc-cu12")
-        if assembler and MISCOMPILING[0] <= assembler < MISCOMPILING[1]:
-            found = ".".join(map(str, assembler))
-            return f"nvidia-cuda-nvcc-cu12 {found} miscompiles masked kernels: install 12.9.86 or later"
+            needed, python = (".".join(map(str, version)) for version in (FIRST_JAX, FIRST_PYTHON))
+            return f"on GPUs it needs jax {needed}, which needs Python {python}, and this is jax {jax.__version__}"
+        if (reason := ptxas.obstacle()) is not None:
+            return reason
         widths = request.query.shape[-1], request.value.shape[-1]
         if max(widths) > MOST_WIDTH:
             return (
@@ -311,14 +309,6 @@ class MosaicGpu(Mosaic):
         """Returns the most rows of tiles of queries and of keys: those that registers have room for."""
         del request
         return LANES, LANES
-
-
-def _version_of(package: str) -> tuple[int, ...] | None:
-    """Returns the version of an installed package, None where it is not."""
-    try:
-        return tuple(int(part) for part in metadata.version(package).split(".")[:3])
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _tile_rows(slots: Slots) -> tuple[int, int]:
