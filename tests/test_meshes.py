@@ -154,6 +154,15 @@ def test_inside_the_callers_shard_map(kind, axes):
     check(loss(lambda *shards, return_residual: mapped(*shards)), place(arrays, mesh), arrays)
 
 
+def test_whole_sequences_inside_the_callers_shard_map_are_refused():
+    mesh = make_mesh(data=2, seq=2)
+    array = jnp.ones((2, 32, 4, 8))
+    attend = lambda *arrays: ring_dilated_attention(*arrays, **ARGUMENTS)
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data", "seq"))
+    with pytest.raises(ValueError, match="query, key and value are the same on all devices of axis_name='seq'"):
+        mapped(array, array, array)
+
+
 @pytest.mark.quick("explicit")
 def test_inside_a_shard_map_that_is_not_checked(mesh):
     arrays = random_arguments(32, (8, 4), batch=(2,))

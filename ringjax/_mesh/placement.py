@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from ringjax._mesh.axes import Axes, Cuts, cuts_of, reshard
+from ringjax._mesh.axes import Axes, Cuts, cuts_of, reshard, varying_axes
 from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of
 
 
@@ -143,8 +143,8 @@ def find_placement(
     the arrays say of Explicit axes.
 
     Raises:
-      ValueError: if `spec` is given without a mesh or names axes that there are not, or if a
-        dimension is sharded over axes that it must not be sharded over.
+      ValueError: if `spec` is given without a mesh or names axes that there are not, if a dimension is sharded over
+        axes that it must not be sharded over, or if nothing varies along the axis inside of the caller's shard_map.
     """
     check_abstract(mesh, (query, key, value))
     mesh, _ = find_mesh((query, key, value), mesh)
@@ -156,6 +156,8 @@ def find_placement(
         return Placement(batch=batch, platform=platform, is_platform_known=is_platform_known)
 
     types = {name: kind for name, _, kind in _axes(mesh)}
+    if types.get(axis_name) == AxisType.Manual:
+        _check_varying((query, key, value), axis_name)
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     has_axis = axis_name in types
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
@@ -188,6 +190,21 @@ def find_placement(
         num_vmaps=0,
         num_unmapped=math.prod(unmapped.values()),
     )
+
+
+def _check_varying(arrays: tuple[Array, ...], axis_name: str) -> None:
+    """Checks that some array is a shard of the sequence, where the caller's shard_map checks what varies.
+
+    Raises:
+      ValueError: naming the axis and the remedy.
+    """
+    is_checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
+    if is_checked and not any(axis_name in varying_axes(array) for array in arrays):
+        raise ValueError(
+            f"query, key and value are the same on all devices of axis_name={axis_name!r}, over which the caller's "
+            f"shard_map maps: shard their length by its in_specs, such as P(None, {axis_name!r}), or leave "
+            f"{axis_name!r} out of its axis_names"
+        )
 
 
 def _axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, int, AxisType]]:
