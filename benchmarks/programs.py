@@ -16,8 +16,17 @@ def loop_permutes(text: str) -> list[bool]:
     is small is hidden by sums as well, of arrays so much larger that memory takes longer for them than links for it.
     """
     lines_of = computations(text)
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    return [is_hidden for body in bodies for is_hidden in _hidden(lines_of[body])]
+    return [is_hidden for body in _bodies(text) for is_hidden in _hidden(lines_of[body])]
+
+
+def loop_lines(text: str) -> list[str]:
+    """Returns the lines of all loops' bodies."""
+    lines_of = computations(text)
+    return [line for body in _bodies(text) for line in lines_of[body]]
+
+
+def _bodies(text: str) -> set[str]:
+    return set(re.findall(r"body=%?([\w.\-]+)", text))
 
 
 def entry_permutes(text: str) -> list[bool]:

@@ -34,7 +34,7 @@ from benchmarks.ahead_of_time import (
 from benchmarks.deviceless import CONTROL, DOCUMENTS, find_libraries, try_program
 from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
-from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_permutes
+from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_lines, loop_permutes
 from ringjax import DilatedPattern, Segments, Window, make_mesh, plan, ring_dilated_attention
 from ringjax._definition.warning import warning_anew
 from ringjax._kernels.implementation import IMPLEMENTATIONS
@@ -55,6 +55,7 @@ of_both = pytest.mark.parametrize("gradient", [pytest.param(False, marks=pytest.
 # Tokens for what does not depend on how many they are: the fewer, the sooner TPUs' compiler is done.
 FEW = 8 * 512
 FEW_OF_A_CHIP = 1024  # still two tiles of a kernel's rows
+ENOUGH_TO_HIDE = 2048  # of a chip: what is sent of fewer its compiler hides behind nothing
 
 # The flags under which not all permutes overlap: the tests have to see the difference.
 NOT_OVERLAPPING = {
@@ -108,7 +109,8 @@ def test_an_axis_of_one_device_stops_no_kernel(sizes, kinds):
 def test_plans_are_compiled_for_the_boxes_that_there_are(device, chips):
     """One chip has a host of its own, and a v5p's boxes have three dimensions."""
     pattern, sizes = [Segments(256), Segments(1024, 2)], {"num_tokens": 1024, "num_heads": 2}
-    comparison = plan(pattern, **sizes, device=device, mesh=chips, has_gradient=False)
+    options = {"has_gradient": False, "implementation": "mosaic"}
+    comparison = plan(pattern, **sizes, device=device, mesh=chips, **options)
     ring = comparison.forecasts[0]
     compiled = compile_forecast(comparison, ring, find_devices(comparison))
     assert compiled.sent == ring.num_bytes("forward")
@@ -127,7 +129,7 @@ def test_plans_are_compiled_for_the_boxes_that_there_are(device, chips):
     ],
 )
 def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation, gradient):
-    tokens = FEW_OF_A_CHIP if name.startswith("v") else TOKENS
+    tokens = ENOUGH_TO_HIDE if name.startswith("v") else TOKENS
     length = tokens * len(devices(*TOPOLOGIES[name]))
     pattern = (length,), (1,)
     text = compile_for(name, gradient, length=length, pattern=pattern, implementation=implementation).as_text()
@@ -137,6 +139,14 @@ def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation,
     assert all(permutes)
     for collective in ("all-gather", "all-to-all"):
         assert collective not in text
+
+
+def test_rings_of_tpus_copy_nothing_in_their_loops():
+    """What a trip receives the next one sends, from where it is."""
+    length = 8 * ENOUGH_TO_HIDE
+    text = compile_for("v5e:2x4", True, length=length, pattern=((length,), (1,)), implementation="mosaic").as_text()
+    copies = [line for line in loop_lines(text) if re.search(r" copy(-start)?\(", line)]
+    assert max((array_sizes(line)[0] for line in copies), default=0) < ENOUGH_TO_HIDE
 
 
 def test_documents_travel_with_their_keys():
@@ -241,10 +251,10 @@ def test_rings_beside_other_axes_overlap():
     names = ("data", "tensor", "seq")
     mesh = make_mesh((2, 2, 8), names, (AxisType.Auto,) * 3, devices=devices("v5e", "4x8"))
     sharding = NamedSharding(mesh, P("data", "seq", "tensor"))
-    array = jax.ShapeDtypeStruct((2, FEW, 2 * HEADS, WIDTH), jnp.bfloat16, sharding=sharding)
-    attend = lambda *arrays: ring_dilated_attention(
-        *arrays, pattern=[Segments(FEW)], is_causal=True, mesh=mesh, spec=P(*names[::2], names[1])
-    )
+    length = 8 * ENOUGH_TO_HIDE
+    array = jax.ShapeDtypeStruct((2, length, 2 * HEADS, WIDTH), jnp.bfloat16, sharding=sharding)
+    options = {"is_causal": True, "implementation": "mosaic", "mesh": mesh, "spec": P(*names[::2], names[1])}
+    attend = lambda *arrays: ring_dilated_attention(*arrays, pattern=[Segments(length)], **options)
     results = lambda *arrays: jax.vjp(attend, *arrays)[1](arrays[0])
     with jax.enable_x64(False):
         text = jax.jit(results).lower(array, array, array).compile().as_text()

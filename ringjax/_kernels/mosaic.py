@@ -96,7 +96,9 @@ class Mosaic(KernelImplementation):
 
     def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
-        schedule = dataclasses.replace(schedule.in_whole_chunks(), tile_rows=self.tile_rows(request))
+        # Masks tell positions: in which order the halves of a balanced shard lie is nothing to them.
+        whole = schedule.in_whole_chunks()
+        schedule = dataclasses.replace(whole, tile_rows=self.tile_rows(request), sorts_halves=False)
         return schedule.in_groups(GROUP_TOKENS) if self.traits.copies_rows else schedule
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:

@@ -6,6 +6,7 @@ what is independent of it: a permute behind a loop can meet one inside of it, an
 platforms order collectives themselves, and are to overlap them as they like.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,18 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
 
     ways = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
     return jax.lax.platform_dependent(arrays, earlier, **ways, default=lambda arrays, _: arrays)
+
+
+def scan(step: Callable[[Any, Any], tuple[Any, None]], carry: Any, numbers: Array, platform: str) -> Any:
+    """Returns what the steps of a loop make of its carry, for each of the numbers.
+
+    On TPUs two steps are one trip: XLA would else copy what a trip receives, before the next one sends it. On GPUs such
+    trips take more memory, and their permutes do not overlap. A loop stays one, of two trips at least: beside it XLA
+    would merge the permutes of the backward with those of the forward, and keep every shard alive in between.
+    """
+    unroll = 2 if platform == "tpu" and len(numbers) >= 4 else 1
+    carry, _ = jax.lax.scan(step, carry, numbers, unroll=unroll)
+    return carry
 
 
 def behind(arrays: Any, computed: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._meeting.meeting import Meeting, Tiles
-from ringjax._mesh.order import after
+from ringjax._mesh.order import after, scan
 from ringjax._ring.layout import Layout, Operand, Task
 from ringjax._schedule.schedule import Leg
 
@@ -64,8 +64,8 @@ def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any]
         return (arriving, attend(partial, task.keys, keys, hops, leg.direction)), None
 
     carry = hop(keys) if first_hop else keys, partial
-    carry, _ = jax.lax.scan(hop_and_attend, carry, jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32))
-    keys, partial = carry
+    hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
+    keys, partial = scan(hop_and_attend, carry, hops, task.plan.placement.platform)
     return attend(partial, task.keys, keys, leg.rotations, leg.direction)
 
 
@@ -218,9 +218,8 @@ def _rotate(
             # Taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it only
             # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
             arriving, grad = jax.lax.optimization_barrier((arriving, grad))
-        carry = (arriving, grad, resident_grad)
-        carry, _ = jax.lax.scan(rotate_and_visit, carry, jnp.arange(2, size, dtype=jnp.uint32))
-        arrays, grad, resident_grad = carry
+        carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
+        arrays, grad, resident_grad = scan(rotate_and_visit, carry, hops, task.plan.placement.platform)
         addend, resident_grad = visit(resident_grad, operand, arrays, size)
         grad = _add(rotate(grad, direction), addend)
     return rotate(grad, -direction * size), resident_grad
