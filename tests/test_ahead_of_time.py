@@ -323,7 +323,7 @@ def test_a_million_tokens_fit_sixteen_chips(gradient):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "whole", "cut"), [("plain", 0.55, 0.95), ("documents", 0.55, 0.95), ("soft cap", 0.65, 1)]
+    ("program", "whole", "cut"), [("plain", 0.55, 0.95), ("documents", 0.55, 0.95), ("soft cap", 0.85, 1.15)]
 )
 def test_instructions_of_the_kernels_for_gpus(program, whole, cut):
     """They may hide behind the products, forward and backward, and nothing is spilled."""

@@ -268,6 +268,21 @@ def test_stretches_have_the_tiles_that_meet(density):
         assert is_whole_step(steps).tolist() == is_whole[place][columns].tolist()
 
 
+@needs_kernels
+@pytest.mark.parametrize("wrong", [1 - 2**-22, 1 + 2**-22])
+def test_capped_logits_are_right(wrong, monkeypatch):
+    """With exponentials and inverse roots as wrong as those of a GPU, to 1e-5 of the cap."""
+    from ringjax._kernels.gpu import _scores  # noqa: PLC0415
+
+    exp2, rsqrt = jnp.exp2, jax.lax.rsqrt
+    monkeypatch.setattr(jnp, "exp2", lambda array: exp2(array) * wrong)
+    monkeypatch.setattr(jax.lax, "rsqrt", lambda array: rsqrt(array) * wrong)
+    weighting = Weighting(scale=0.125, logits_soft_cap=50.0)
+    products = np.concatenate([np.linspace(-20_000, 20_000, 1001), np.geomspace(1e-6, 1e9, 100)]).astype(np.float32)
+    found = np.asarray(_scores(weighting, jnp.asarray(products)), np.float64)
+    np.testing.assert_allclose(found, np.tanh(products.astype(np.float64) * 0.125 / 50), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("is_from_last", [False, True])
 @pytest.mark.parametrize("links", [1, 2, 3, 4])
 def test_chains_have_each_tile_once_and_are_as_long_as_each_other(links, is_from_last):
