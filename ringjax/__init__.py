@@ -1,8 +1,9 @@
 """Exact ring and dilated attention for JAX and Flax."""
 
-import importlib
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from importlib import metadata as _metadata
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
@@ -17,7 +18,7 @@ from ringjax._planner.explain import explain
 from ringjax._planner.planner import plan
 from ringjax._weights import attention_weights
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from ringjax import linen, nn
     from ringjax.nn import RingDilatedAttention
 
@@ -40,15 +41,22 @@ __all__ = [
     "ring_dilated_attention",
     "unpad",
 ]
-__version__ = version("ringjax")
+try:
+    __version__ = _metadata.version("ringjax")
+except _metadata.PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 # The modules alone need Flax: they are imported when they are first asked for.
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name not in ("RingDilatedAttention", "linen", "nn"):
         raise AttributeError(f"module 'ringjax' has no attribute {name!r}")
     try:
-        module = importlib.import_module("ringjax.linen" if name == "linen" else "ringjax.nn")
+        module = _importlib.import_module("ringjax.linen" if name == "linen" else "ringjax.nn")
     except ModuleNotFoundError as error:
         if error.name != "flax":
             raise

@@ -16,10 +16,10 @@ from ringjax._definition.arguments import (
     check_arrays,
     check_positions,
     read_documents,
-    read_order,
     read_seed,
 )
 from ringjax._definition.branch import Branch
+from ringjax._definition.other_names import OF_FUNCTION, naming_what_serves
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
 from ringjax._definition.reach_warning import warn_of_reach
@@ -37,7 +37,7 @@ from ringjax._options import Documents, Options, check_options
 from ringjax._recording import Record, record
 from ringjax._ring.device import Context
 from ringjax._ring.plan import Plan
-from ringjax._ring.rule import ring_attention
+from ringjax._ring.rule import naming_the_reference, ring_attention
 from ringjax._schedule.strategy import Strategy
 
 
@@ -49,6 +49,7 @@ def ring_dilated_attention(
 def ring_dilated_attention(
     query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Unpack[Options]
 ) -> Array: ...
+@naming_what_serves(OF_FUNCTION)
 @with_own_promotion
 def ring_dilated_attention(
     query: Float[Array, "*B T N H"],
@@ -114,8 +115,7 @@ def ring_dilated_attention(
         where they are known.
       documents_are_sorted: whether the numbers of documents do not decrease along a sequence, and negative ones stand
         only between documents or at the ends: then cuDNN's kernel serves packed documents, on GPUs where no other does.
-        By default True where the numbers are known and sorted. A wrong True is an error where the numbers are known;
-        elsewhere it gives NaN where the kernel would be wrong.
+        Nobody looks at the numbers: a wrong True gives NaN where the kernel would be wrong.
       query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
         2**31 - 1. Each integer compiles a program of its own. A scalar integer array serves all offsets with one
         program, in which every device receives keys of all others.
@@ -188,6 +188,7 @@ def ring_dilated_attention(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         return_residual=return_residual,
+        documents_are_sorted=documents_are_sorted,
         strategy=strategy,
         exchange_size=exchange_size,
         implementation=implementation,
@@ -197,12 +198,12 @@ def ring_dilated_attention(
         spec=spec,
     )
     documents = read_documents(document_ids, query, key)
-    is_sorted = read_order(documents_are_sorted, document_ids)
     sinks = read_sinks(sinks, query)
     seed = read_seed(dropout_seed, dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
     key, scale = _with_positive_scale(key, scale)
     placement = find_placement(query, key, value, mesh, axis_name, spec)
+    placement.check_shards((query, key, value))
     warn_of_mesh(placement, (query, key, value), axis_name)
     warn_of_length(placement, query.shape[-3])
     fixed_offset, moving_offset = _read_offset(query_offset)
@@ -220,7 +221,7 @@ def ring_dilated_attention(
         device_kind=placement.device_kind,
         block_size=None if block_size is None else int(block_size),
         precision=precision,
-        documents_are_sorted=is_sorted,
+        documents_are_sorted=bool(documents_are_sorted),
     )
     *batch, num_heads = placement.block(query)
     call = Call(
@@ -246,7 +247,8 @@ def ring_dilated_attention(
         out, lse = _nothing(query, key, value)
     else:
         context = Context(*documents, seed, moving_offset)
-        out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(return_residual))
+        with naming_the_reference():
+            out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(return_residual))
     return (out, lse) if return_residual else out
 
 

@@ -93,7 +93,11 @@ class _Attend:
         del force_fp32_for_softmax  # it is never less
         refused = {
             "bias": (bias, "it would have to travel with every pair"),
-            "mask": (mask, "say is_causal, document_ids or query_offset to ringjax.attention_fn instead"),
+            "mask": (
+                mask,
+                "say is_causal, document_ids or query_offset to ringjax.attention_fn instead; where Flax's module made "
+                "it, under decode=True, take ringjax.RingDilatedAttention or ringjax.linen.RingDilatedAttention",
+            ),
             "module": (module, "no array of weights exists that it could sow: leave sow_weights out"),
             "qk_attn_weights_einsum": (qk_attn_weights_einsum, "the products are in the ring"),
             "attn_weights_value_einsum": (attn_weights_value_einsum, "the products are in the ring"),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -173,10 +173,8 @@ class Settings:
           TypeError: if the dtype is no floating one, or the spec no spec.
         """
         self.check_causal()
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"dtype={dtype!r} of a cache must be a floating dtype, such as jnp.bfloat16")
-        if spec is None and (self.mesh is not None or not get_abstract_mesh().empty):
-            spec = self.spec
+        check_dtype("dtype", dtype)
+        spec = self.spec if spec is None else spec
         check_mesh(self.mesh, self.axis_name, spec)
         heads = jax.ShapeDtypeStruct((*batch, max_length, self.num_heads, self.head_dim), dtype)
         return make_cache(self.pattern, heads, self.num_kv_heads, self.mesh, self.axis_name, spec)
@@ -217,6 +215,38 @@ class Settings:
         placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)
         weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap, precision=self.precision)
         return make_decoder(self.pattern, self.num_kv_heads, weighting, placement)
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Checks that modules can compute in a dtype, or keep numbers in it.
+
+    Raises:
+      TypeError: naming the argument, its value and the remedy.
+    """
+    try:
+        is_floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise TypeError(f"{name}={dtype!r} must be a floating dtype, such as jnp.bfloat16")
+
+
+def check_inputs(name: str, inputs: Any, in_features: int | None = None) -> None:
+    """Checks that inputs [..., T, D] are arrays, of a width if one is said.
+
+    Raises:
+      TypeError, ValueError: naming the argument and the remedy.
+    """
+    shape = getattr(inputs, "shape", None)
+    if shape is None:
+        raise TypeError(f"{name} is of {type(inputs).__name__}: pass an array [..., length, features]")
+    if len(shape) < 2:
+        raise ValueError(f"{name} has the shape {shape}: pass at least [length, features]")
+    if in_features is not None and shape[-1] != in_features:
+        raise ValueError(
+            f"Incompatible input dimension, got {shape[-1]} but module expects {in_features}: {name} has the shape "
+            f"{shape}"
+        )
 
 
 def read_steps(prefill: Any, decode: Any) -> tuple[bool, bool]:

@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 from ringjax._definition.arguments import (
     check_choices,
@@ -21,7 +21,8 @@ from ringjax._kernels.implementation import NAMES, ImplementationName
 from ringjax._mesh.mesh import check_mesh
 from ringjax._schedule.strategy import STRATEGIES, Strategy, check_exchange_size
 
-Documents = Int[Array | np.ndarray, "*B T"] | tuple[Int[Array | np.ndarray, "*B T"], Int[Array | np.ndarray, "*B S"]]
+_Ids = Integer[Array | np.ndarray, "*B T"]
+Documents = _Ids | tuple[_Ids, Integer[Array | np.ndarray, "*B S"]]
 
 
 class Options(TypedDict, total=False):

@@ -12,14 +12,17 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags, is_integer, read_flag
+from ringjax._definition.counts import check_count, check_flags, is_integer, read_flag
+from ringjax._definition.other_names import OF_MODULE, naming_what_serves
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     OPTIONS,
     PositionEmbedding,
     Settings,
     check_decoding,
+    check_dtype,
     check_flax_arguments,
+    check_inputs,
     check_sinks,
     normalize_inner,
     output_sharding,
@@ -147,6 +150,13 @@ class RingDilatedAttention(linen.Module):
         super().__post_init__()
         check_sinks(self.sinks)
         check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
+        if self.out_features is not None:
+            check_count("out_features", self.out_features)
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) is not None:
+                check_dtype(name, getattr(self, name))
+        if not (self.inner_norm is None or callable(self.inner_norm)):
+            raise TypeError(f"inner_norm={self.inner_norm!r} must make a norm, such as linen.LayerNorm does")
         read_flag("deterministic", self.deterministic)
         # What is wrong is said when the module is made, whatever its inputs will be.
         settings = _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
@@ -154,6 +164,7 @@ class RingDilatedAttention(linen.Module):
             settings.check_causal()
 
     @linen.compact
+    @naming_what_serves(OF_MODULE)
     def __call__(
         self,
         inputs_q: Float[Array, "*B T D"],
@@ -184,6 +195,8 @@ class RingDilatedAttention(linen.Module):
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
+        for name, inputs in zip("qkv", (inputs_q, inputs_k, inputs_v), strict=True):
+            check_inputs(f"inputs_{name}", inputs)
         settings = _settings_of(self, inputs_q.shape[-1])
         dense = functools.partial(
             linen.DenseGeneral,

@@ -11,13 +11,16 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags, read_flag
+from ringjax._definition.counts import check_count, check_flags, read_flag
+from ringjax._definition.other_names import OF_MODULE, naming_what_serves
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
     Settings,
     check_decoding,
+    check_dtype,
     check_flax_arguments,
+    check_inputs,
     check_sinks,
     normalize_inner,
     output_sharding,
@@ -147,6 +150,17 @@ class RingDilatedAttention(nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
         check_sinks(sinks)
         check_flags(normalize_qk=normalize_qk, decode=decode, use_bias=use_bias, keep_rngs=keep_rngs)
+        check_count("in_features", in_features)
+        for name, features in (("out_features", out_features), ("in_kv_features", in_kv_features)):
+            if features is not None:
+                check_count(name, features)
+        for name, one in (("dtype", dtype), ("param_dtype", param_dtype)):
+            if one is not None:
+                check_dtype(name, one)
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"rngs={rngs!r} must be random streams, such as nnx.Rngs(0)")
+        if not (inner_norm is None or callable(inner_norm)):
+            raise TypeError(f"inner_norm={inner_norm!r} must make a norm, such as nnx.LayerNorm does")
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -240,6 +254,7 @@ class RingDilatedAttention(nnx.Module):
         """Whether queries see no later keys."""
         return self.settings.is_causal
 
+    @naming_what_serves(OF_MODULE)
     def __call__(
         self,
         inputs_q: Float[Array, "*B T D"],
@@ -286,6 +301,9 @@ class RingDilatedAttention(nnx.Module):
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
+        widths = self.in_features, self.in_kv_features, self.in_kv_features
+        for name, inputs, width in zip("qkv", (inputs_q, inputs_k, inputs_v), widths, strict=True):
+            check_inputs(f"inputs_{name}", inputs, width)
         heads = self._project(inputs_q, inputs_k, inputs_v)  # [..., T, N, H], [..., S, K, H]
         sinks = self._sinks if sinks is None else sinks
         seed = self._dropout_seed(deterministic, rngs)
@@ -341,7 +359,7 @@ class RingDilatedAttention(nnx.Module):
           ValueError: if the attention is not causal, the shape is no such shape, or heads cannot lie as `spec` says.
           TypeError: if the dtype is no floating one, or `spec` no spec.
         """
-        cache = self.settings.make_cache(*read_shape(input_shape), dtype, spec)
+        cache = self.settings.make_cache(*read_shape(input_shape, self.in_features), dtype, spec)
         for name, value in zip(Cache.VARIABLES, cache, strict=True):
             setattr(self, name, nnx.Cache(value))
 
@@ -357,6 +375,7 @@ class RingDilatedAttention(nnx.Module):
             self.deterministic = read_flag("deterministic", deterministic)
         if decode is None:
             return
+        check_flags(decode=decode)
         self.decode = decode
         if decode and self.cached_key is None:
             if batch_size is None or max_length is None:

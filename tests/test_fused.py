@@ -237,12 +237,15 @@ def test_windows_equal_oracle(kernel, window, shards):
     assert kernel.calls
 
 
+SORTED = {"document_ids": np.zeros((1, 64), np.int32), "documents_are_sorted": True}
+
+
 @pytest.mark.parametrize(
     ("window", "arguments", "words"),
     [
         (Window(10), {"is_causal": True}, "sees more than half of the tokens of a device before"),
         (Window(4), {}, "sees later tokens as well"),
-        (Window(4), {"is_causal": True, "document_ids": np.zeros((1, 64), np.int32)}, "is cut by documents"),
+        (Window(4), {**SORTED, "is_causal": True}, "is cut by documents"),
         (Window(4, rate=3), {"is_causal": True}, "has slots without rows, or rows that meet and do not all attend"),
     ],
     ids=lambda argument: str(argument) if isinstance(argument, Window) else "",
@@ -260,7 +263,7 @@ def test_windows_that_are_left_to_xla(kernel, window, arguments, words):
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("name", ["decrease", "interrupted"])
 def test_a_promise_that_is_broken_gives_nan(kernel, name, shards):
-    """Of the batch where it is, in the results and in the gradients; and an error where the numbers are known."""
+    """Of the batch where it is, in the results and in the gradients."""
     documents = np.sort(np.arange(64).reshape(2, 32) % 5, axis=1).astype(np.int32)
     documents[1, 21:23] = 0 if name == "decrease" else -1
     documents[1, 23:] = documents[1, 20]
@@ -271,23 +274,23 @@ def test_a_promise_that_is_broken_gives_nan(kernel, name, shards):
     for result in results:
         assert np.isfinite(result[0]).all()
         assert np.isnan(result[1]).any()
-    with pytest.raises(ValueError, match="documents_are_sorted=True, but document_ids decrease"):
-        ring_dilated_attention(
-            *map(jnp.asarray, arrays), document_ids=documents, documents_are_sorted=True, mesh=mesh, **arguments
-        )
 
 
-def test_documents_that_are_known_to_be_sorted_need_no_promise(kernel):
+def test_documents_are_served_alike_whether_they_are_known_or_not(kernel):
+    """An eager call takes the kernel that it takes under jax.jit: what the numbers are makes no difference."""
     arrays = list(map(jnp.asarray, random_arguments(32)))
     documents = packed_documents(32, 1)
     call = functools.partial(ring_dilated_attention, segment_lengths=(32,), dilation_rates=(1,))
-    known = lambda *arrays: call(*arrays, document_ids=documents)
-    jax.eval_shape(known, *arrays)
-    assert kernel.calls
-    kernel.calls.clear()
-    jax.eval_shape(lambda *arrays: call(*arrays, document_ids=documents, documents_are_sorted=False), *arrays)
-    jax.eval_shape(lambda documents, *arrays: call(*arrays, document_ids=documents), documents, *arrays)
-    assert not kernel.calls
+    for is_promised in (True, None, False):
+        attend = functools.partial(call, documents_are_sorted=is_promised)
+        for known in (True, False):
+            kernel.calls.clear()
+            jax.clear_caches()  # of what was traced for the other one
+            if known:
+                jax.eval_shape(lambda *arrays: attend(*arrays, document_ids=documents), *arrays)  # noqa: B023
+            else:
+                jax.eval_shape(lambda ids, *arrays: attend(*arrays, document_ids=ids), documents, *arrays)  # noqa: B023
+            assert bool(kernel.calls) == bool(is_promised)
 
 
 @pytest.mark.quick("AxisType.Auto")
@@ -305,7 +308,7 @@ def test_groups_of_heads(kernel, kind):
     ("arguments", "words"),
     [
         (
-            {"document_ids": jnp.zeros((1, 32), jnp.int32)},
+            {"document_ids": jnp.zeros((1, 32), jnp.int32), "documents_are_sorted": True},
             "the branch Segments\\(length=32, rate=2\\) has other rows of a document on each head",
         ),
         (

@@ -15,6 +15,7 @@ FOLDERS = {
         {
             "counts": set(),
             "dropout": set(),
+            "other_names": set(),
             "promotion": set(),
             "rotary": set(),
             "sinks": set(),
@@ -23,7 +24,7 @@ FOLDERS = {
             "pattern": {"branch", "counts"},
             "arguments": {"branch", "counts", "dropout"},
             # A reference must not share bugs: it sees the pattern, what is dropped, and what is refused.
-            "reference": {"arguments", "branch", "counts", "dropout", "pattern", "promotion"},
+            "reference": {"arguments", "branch", "counts", "dropout", "other_names", "pattern", "promotion"},
             "reach_warning": {"branch", "pattern", "warning"},
         },
     ),

@@ -438,6 +438,10 @@ def test_the_slots_refuse_what_they_cannot_honour(unchecked):
         flax_linen.apply(params, inputs(), mask=mask)
     with pytest.raises(ValueError, match="module is given"):
         flax_linen.apply(params, inputs(), sow_weights=True)
+    decoding = linen.MultiHeadDotProductAttention(4, attention_fn=attend, decode=True)
+    variables = decoding.init(jax.random.key(0), inputs())
+    with pytest.raises(ValueError, match="under decode=True, take .* ringjax.linen.RingDilatedAttention"):
+        decoding.apply(variables, inputs()[:, :1], mutable=["cache"])
     heads = jnp.ones((1, 4, 2, 3))
     with pytest.raises(ValueError, match="bias is given"):
         attend(heads, heads, heads, bias=jnp.zeros((1, 2, 4, 4)))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from readme_renderer import markdown
 
+import ringjax
+
 ROOT = Path(__file__).parent.parent
 USE = """
 from typing import assert_type
@@ -46,6 +48,31 @@ def installed(tmp_path_factory):
 def run(folder, *command):
     environment = {**os.environ, "PYTHONPATH": str(folder / "site"), "MYPYPATH": str(folder / "site")}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_names_of_the_package():
+    """All that users import, and nothing that the package imports for itself."""
+    public = [name for name in dir(ringjax) if not name.startswith("__")]
+    assert public == sorted(ringjax.__all__)
+    assert "RingDilatedAttention" in public
+
+
+def test_a_checkout_runs_without_being_installed(tmp_path):
+    """Its version is not known then."""
+    (tmp_path / "ringjax").symlink_to(ROOT / "ringjax")
+    code = """
+from importlib import metadata
+known = metadata.version
+def version(name):
+    if name == "ringjax":
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version = version
+import ringjax
+print(ringjax.__version__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "0+unknown\n"
 
 
 @pytest.mark.wide

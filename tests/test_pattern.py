@@ -212,7 +212,8 @@ def test_patterns_that_do_not_reach_warn_once():
         lambda x: ring_dilated_attention(x, x, x, pattern=[Segments(256), Segments(4096, rate)]),
         jax.ShapeDtypeStruct((1, 4096, heads, 8), "float32"),
     )
-    with pytest.warns(ReachWarning, match="25% of the queries see beyond their smallest branch, of 256 tokens, in"):
+    words = r"25% of the queries .* any of the 4 key/value heads, .* such as Segments\(length=4096, rate=4\), more "
+    with pytest.warns(ReachWarning, match=words + "key/value heads, or a window with a rate"):
         call(16, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReachWarning)
@@ -270,3 +271,17 @@ def test_numbers_beyond_those_of_positions(branch, same):
         reached, expected = one.reach(24, 2, is_causal), other.reach(24, 2, is_causal)
         assert reached.in_any_head == expected.in_any_head
         np.testing.assert_array_equal(reached.num_keys, expected.num_keys)
+
+
+@pytest.mark.parametrize("arguments", [(-1, 1), (4, 0), (4.5, 1)], ids=str)
+def test_pairs_of_no_tokens_are_not_counted(arguments):
+    name = "num_kv_heads" if arguments[1] == 0 else "length"
+    with pytest.raises(ValueError, match=f"{name}=.* must be a positive integer"):
+        DilatedPattern([Segments(4)]).multiplicity(*arguments)
+
+
+def test_rates_do_not_count_tokens():
+    with pytest.raises(ValueError, match="rate=0 of Window is below 1: one of so many tokens, from 1 on"):
+        Window(4, 0)
+    with pytest.raises(ValueError, match="lengths count tokens, rates say of how many one is kept"):
+        DilatedPattern.of_lengths((4,), (0,))

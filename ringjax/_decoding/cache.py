@@ -3,7 +3,7 @@
 Where the mesh has a sequence axis, the rows of each cache are sharded along it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,15 +33,17 @@ class Cache(NamedTuple):
     max_length: Int[Array, ""]
 
 
-def read_shape(input_shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def read_shape(input_shape: Sequence[int], in_features: int) -> tuple[tuple[int, ...], int]:
     """Returns the batch, and the most tokens, of inputs [..., T, in_features].
 
     Raises:
       ValueError: for another shape, or more tokens than there are positions.
     """
-    shape = tuple(input_shape)
-    if len(shape) < 2 or not all(is_integer(size) and size >= 0 for size in shape):
+    shape = tuple(input_shape) if isinstance(input_shape, Iterable) else input_shape
+    if not isinstance(shape, tuple) or len(shape) < 2 or not all(is_integer(size) and size >= 0 for size in shape):
         raise ValueError(f"input_shape={shape} must be [..., T, in_features]: the shape of inputs")
+    if shape[-1] != in_features:
+        raise ValueError(f"input_shape={shape} ends in {shape[-1]}, but in_features={in_features}: give that of inputs")
     if not 1 <= shape[-2] <= MAX_POSITIONS:
         raise ValueError(f"input_shape={shape} has {shape[-2]} tokens: make that between 1 and {MAX_POSITIONS}")
     return shape[:-2], shape[-2]
@@ -68,11 +70,12 @@ def make_cache(
     """
     mesh, num_shards = find_axis(mesh, axis_name)
     rows_axis = None if mesh is None else axis_name
-    if mesh is None and spec is not None:  # batch and heads may lie on a mesh without the sequence's axis
-        context = get_abstract_mesh()
-        check_spec(spec, queries, num_kv_heads, None if context.empty else context, axis_name, "queries")
+    context = get_abstract_mesh()
+    if mesh is None and spec is not None and not context.empty:
+        # Batch and heads may lie on a mesh without the sequence's axis.
+        check_spec(spec, queries, num_kv_heads, context, axis_name, "queries")
         mesh = None if context.manual_axes else context
-    elif spec is not None:
+    elif mesh is not None and spec is not None:
         check_spec(spec, queries, num_kv_heads, mesh, axis_name, "queries")
     *batch, max_length, _, width = queries.shape
 

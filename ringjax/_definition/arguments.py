@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, UInt
 
 from ringjax._definition import dropout
 from ringjax._definition.branch import MAX_POSITIONS
-from ringjax._definition.counts import check_optional_flags, is_integer, is_real
+from ringjax._definition.counts import is_integer, is_real
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Numbers whose products and quotients stay normal numbers of float32.
@@ -167,40 +167,14 @@ def check_documents(document_ids: Any) -> dict[str, Any]:
 
 def _check_ids(name: str, ids: Any) -> Any:
     dtype = getattr(ids, "dtype", type(ids).__name__)
-    if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.signedinteger):
-        raise TypeError(f"{name} is of {dtype}: pass an array of signed integers, such as int32")
+    if not hasattr(ids, "dtype") or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name} is of {dtype}: pass an array of integers, such as int32")
     return ids
-
-
-def read_order(documents_are_sorted: Any, document_ids: Any = None) -> bool:
-    """Returns whether documents do not decrease, as the caller says or as known numbers are.
-
-    Raises:
-      TypeError, ValueError: naming the argument, its value and the remedy.
-    """
-    check_optional_flags(documents_are_sorted=documents_are_sorted)
-    given = document_ids if isinstance(document_ids, tuple | list) else (document_ids,)
-    if document_ids is None or not all(map(_is_known, given)):
-        return bool(documents_are_sorted)
-    is_sorted = all(map(_is_sorted, given))
-    if documents_are_sorted and not is_sorted:
-        raise ValueError(
-            "documents_are_sorted=True, but document_ids decrease, or negative ones stand inside a document: number "
-            "documents in their order, or leave it out"
-        )
-    return is_sorted and documents_are_sorted is not False
 
 
 def _is_known(ids: Any) -> bool:
     """Whether the numbers of documents are there to be read: not traced, and not of other processes too."""
     return not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True)
-
-
-def _is_sorted(ids: Any) -> bool:
-    ids = np.asarray(ids).reshape(-1, np.shape(ids)[-1])
-    before = np.maximum.accumulate(np.pad(ids, ((0, 0), (1, 0)), constant_values=-1), axis=1)[:, :-1]
-    follows = ids == np.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    return bool(((ids < 0) | (ids > before) | follows).all())
 
 
 def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
@@ -215,12 +189,14 @@ def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
             f"{name} has the shape {ids.shape}: it numbers the document of each token, so make that {shape}"
         )
     bounds = jnp.iinfo(jnp.int32)
-    if jnp.dtype(ids.dtype).itemsize > 4 and _is_known(ids) and np.size(ids):
+    dtype = jnp.dtype(ids.dtype)
+    if jnp.iinfo(dtype).max > bounds.max and _is_known(ids) and np.size(ids):
         known = np.asarray(ids)  # jax would trace the reductions of a constant
         least, most = known.min(), known.max()
         if least < bounds.min or most > bounds.max:
             raise ValueError(f"{name} has numbers from {least} to {most}: use 32-bit integers, such as 0, 1, 2, ...")
-    return jnp.asarray(ids, min(jnp.dtype(ids.dtype), jnp.dtype(jnp.int32), key=lambda dtype: dtype.itemsize))
+    is_narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.signedinteger)
+    return jnp.asarray(ids, dtype if is_narrow else jnp.int32)
 
 
 def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None:
@@ -243,7 +219,8 @@ def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None
         raise ValueError(f"dropout_seed has the shape {np.shape(dropout_seed)}: {remedy}")
     if not is_array and not -(2**63) <= dropout_seed < 2**64:
         raise ValueError(f"dropout_seed={dropout_seed} has more than 64 bits: {remedy}")
-    return dropout.make_seed(dropout_seed if is_key or not is_array else dropout_seed.reshape(()))
+    is_one = is_array and not _is_raw_key(dropout_seed)
+    return dropout.make_seed(dropout_seed.reshape(()) if is_one else dropout_seed)
 
 
 def _is_raw_key(seed: Any) -> bool:

@@ -315,17 +315,17 @@ class Window(Branch):
 
 
 def _read_integers(branch: Any, *names: str) -> None:
-    """Reads the numbers of a branch, which count tokens.
+    """Reads the numbers of a branch: how many tokens, and of how many one is kept or seen.
 
     Raises:
       ValueError, TypeError: for a number below 1, or one that is no integer.
     """
     kind = type(branch).__name__
     for name in names:
-        value = getattr(branch, name)
+        value, meaning = getattr(branch, name), "one of so many tokens" if name == "rate" else "it counts tokens"
         if not is_integer(value):
-            raise TypeError(f"{name}={value!r} of {kind} must be an integer: it counts tokens")
+            raise TypeError(f"{name}={value!r} of {kind} must be an integer: {meaning}")
         number = int(value)
         if number < 1:
-            raise ValueError(f"{name}={number} of {kind} is below 1: it counts tokens, from 1 on")
+            raise ValueError(f"{name}={number} of {kind} is below 1: {meaning}, from 1 on")
         object.__setattr__(branch, name, number)

@@ -222,8 +222,15 @@ class DilatedPattern:
           query_offset: the position of the first query; that of the first key is 0.
 
         Raises:
+          ValueError: for a number of tokens or heads below 1, or a negative offset.
           TypeError: if `is_causal` is neither true nor false.
         """
+        check_count("length", length)
+        check_count("num_kv_heads", num_kv_heads)
+        if key_length is not None:
+            check_count("key_length", key_length)
+        if not is_integer(query_offset) or query_offset < 0:
+            raise ValueError(f"query_offset={query_offset!r} must be an integer that is not negative")
         check_flags(is_causal=is_causal)
         query = query_offset + np.arange(length)[:, None]
         key = np.arange(length if key_length is None else key_length)
@@ -310,5 +317,7 @@ def _positive_integers(name: str, values: Any) -> tuple[int, ...]:
     if not result:
         raise ValueError(f"{name}={values!r} is empty: give at least one branch, such as ({name[:-1]},)")
     if min(result) < 1:
-        raise ValueError(f"{name}={result} has a value below 1: segment lengths and rates count tokens, from 1 on")
+        raise ValueError(
+            f"{name}={result} has a value below 1: lengths count tokens, rates say of how many one is kept"
+        )
     return result

@@ -1,6 +1,8 @@
 """Warns of a pattern whose queries see little."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +30,14 @@ class ReachWarning(UserWarning):
 
 
 def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> None:
-    """Warns, once for each pattern, where fewer queries than half of those that could see beyond their smallest branch.
+    """Warns, once for each pattern, where few of its queries see far."""
+    problem = find_problem(pattern, length, num_kv_heads, is_causal)
+    if problem is not None:
+        warn_once((pattern, num_kv_heads), problem, ReachWarning)
+
+
+def find_problem(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> str | None:
+    """Returns what to say where fewer than half of the queries that could see beyond their smallest branch do, or None.
 
     Those could that would with rates of 1. They are counted in a sequence as long as the longest branch at least: one
     that ends soon, or is short for once, says nothing of its pattern.
@@ -36,16 +45,18 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_ca
     extents = [min(branch.extent, MAX_POSITIONS) for branch in pattern.branches]
     smallest, longest = min(extents), max(extents)
     if not smallest < min(length, longest):
-        return
+        return None
     share, most = _shares(pattern, max(length, longest), num_kv_heads, is_causal)
-    if share < most / 2:
-        warn_once(
-            (pattern, num_kv_heads),
-            f"{share:.0%} of the queries see beyond their smallest branch, of {smallest} tokens, in any of the "
-            f"{num_kv_heads} key/value heads, where {most:.0%} would with rates of 1: a head keeps one token of each "
-            "rate, so use rates up to the number of heads, or more heads",
-            ReachWarning,
-        )
+    if share >= most / 2:
+        return None
+    widest: Any = max(pattern.branches, key=lambda branch: branch.offset_rate)
+    served = dataclasses.replace(widest, rate=num_kv_heads)
+    return (
+        f"{share:.0%} of the queries see beyond their smallest branch, of {smallest} tokens, in any of the "
+        f"{num_kv_heads} key/value heads, where {most:.0%} would with rates of 1: in segments a head keeps one token "
+        f"of each rate, so use rates up to the number of key/value heads, such as {served}, more key/value heads, or a "
+        "window with a rate"
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from ringjax._definition import dropout
 from ringjax._definition.arguments import check_arrays, check_numbers, read_seed
 from ringjax._definition.branch import Branch
 from ringjax._definition.counts import check_flags
+from ringjax._definition.other_names import OF_FUNCTION, naming_what_serves
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._definition.promotion import with_own_promotion
 
@@ -24,6 +25,7 @@ def dilated_attention_reference(
 def dilated_attention_reference(
     query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Any
 ) -> Array: ...
+@naming_what_serves(OF_FUNCTION)
 @with_own_promotion
 def dilated_attention_reference(
     query: Float[Array, "*B T N H"],

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, Integer, Shaped
 
 from ringjax._definition.arguments import read_ids
 from ringjax._definition.counts import is_integer
@@ -19,7 +19,7 @@ PADDING = -1  # the document of tokens that are none
 
 def pad_to_mesh(
     tokens: Shaped[Array | np.ndarray, "..."],
-    document_ids: Int[Array | np.ndarray, "*B T"] | None = None,
+    document_ids: Integer[Array | np.ndarray, "*B T"] | None = None,
     *,
     axis: int = -2,
     mesh: Mesh | AbstractMesh | None = None,
@@ -45,7 +45,7 @@ def pad_to_mesh(
     Raises:
       ValueError: for an `axis` that is not negative or that there is not, for documents of another shape, for a `mesh`
         without `axis_name`, and inside a shard_map over `axis_name`, where no shard may be padded by itself.
-      TypeError: for documents that are no signed integers.
+      TypeError: for documents that are no integers.
 
     Example:
       >>> tokens, document_ids = pad_to_mesh(jnp.ones((2, 13, 4)), mesh=jax.make_mesh((8,), ("seq",)))

@@ -64,6 +64,22 @@ class Placement(NamedTuple):
         is_shard = self.axis_name is not None and self.axis_name not in self.mapped
         return array.shape[-3] * (self.num_shards if is_shard else 1)
 
+    def check_shards(self, arrays: tuple[Array, ...]) -> None:
+        """Checks that some array is a shard of the sequence, where the caller's shard_map checks what varies.
+
+        Raises:
+          ValueError: naming the axis and the remedy.
+        """
+        axis = self.axis_name
+        if axis is None or axis in self.mapped or axis not in varying_axes(jax.lax.axis_index(axis)):
+            return
+        if not any(axis in varying_axes(array) for array in arrays):
+            raise ValueError(
+                f"query, key and value are the same on all devices of axis_name={axis!r}, over which the caller's "
+                f"shard_map maps: shard their length by its in_specs, such as P(None, {axis!r}), or leave {axis!r} out "
+                "of its axis_names"
+            )
+
     def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
         """Returns the function of shards as one of whole arrays.
 
@@ -143,21 +159,19 @@ def find_placement(
     the arrays say of Explicit axes.
 
     Raises:
-      ValueError: if `spec` is given without a mesh or names axes that there are not, if a dimension is sharded over
-        axes that it must not be sharded over, or if nothing varies along the axis inside of the caller's shard_map.
+      ValueError: if `spec` names axes that there are not, or if a dimension is sharded over axes that it must not be
+        sharded over.
     """
     check_abstract(mesh, (query, key, value))
     mesh, _ = find_mesh((query, key, value), mesh)
     platform, is_platform_known = platform_of(mesh, query)
-    if spec is not None:
+    if spec is not None and mesh is not None:  # without a mesh it means nothing
         check_spec(spec, query, key.shape[-2], mesh, axis_name)
     if mesh is None:
         batch = ((),) * (query.ndim - 3)
         return Placement(batch=batch, platform=platform, is_platform_known=is_platform_known)
 
     types = {name: kind for name, _, kind in _axes(mesh)}
-    if types.get(axis_name) == AxisType.Manual:
-        _check_varying((query, key, value), axis_name)
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     has_axis = axis_name in types
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
@@ -192,21 +206,6 @@ def find_placement(
     )
 
 
-def _check_varying(arrays: tuple[Array, ...], axis_name: str) -> None:
-    """Checks that some array is a shard of the sequence, where the caller's shard_map checks what varies.
-
-    Raises:
-      ValueError: naming the axis and the remedy.
-    """
-    is_checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
-    if is_checked and not any(axis_name in varying_axes(array) for array in arrays):
-        raise ValueError(
-            f"query, key and value are the same on all devices of axis_name={axis_name!r}, over which the caller's "
-            f"shard_map maps: shard their length by its in_specs, such as P(None, {axis_name!r}), or leave "
-            f"{axis_name!r} out of its axis_names"
-        )
-
-
 def _axes(mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, int, AxisType]]:
     """Gives the name, the size and the type of each axis of a mesh."""
     return zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -222,7 +221,7 @@ def check_spec(
     spec: P,
     query: Array | jax.ShapeDtypeStruct,
     num_kv_heads: int,
-    mesh: Mesh | AbstractMesh | None,
+    mesh: Mesh | AbstractMesh,
     axis_name: str,
     name: str = "query",
 ) -> None:
@@ -231,10 +230,6 @@ def check_spec(
     Raises:
       ValueError: naming the spec and the remedy.
     """
-    if mesh is None:
-        raise ValueError(
-            f"spec={spec} is given, but there is no mesh: pass mesh=, enter jax.set_mesh, or leave spec out"
-        )
     known = {name for name, _, kind in _axes(mesh) if kind != AxisType.Manual}
     if len(spec) > query.ndim:
         raise ValueError(f"spec={spec} has more entries than {name} has dimensions, {query.shape}: leave some out")

@@ -8,6 +8,7 @@ import textwrap
 from typing import Any
 
 from ringjax._definition.pattern import DilatedPattern, Reach
+from ringjax._definition.reach_warning import find_problem
 from ringjax._forecast.call import Call
 from ringjax._forecast.forecast import Forecast, all_forecasts, choose
 from ringjax._forecast.machine import Machine
@@ -202,7 +203,9 @@ class Comparison:
                 f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
                 f"and {self.reach.beyond.mean():.0%} do in a head on average."
             )
-        said = [*served, "", self.recommendation, self.example]
+        problem = find_problem(call.pattern, call.num_queries, call.work.num_kv_heads, call.is_causal)
+        warned = [] if problem is None else [f"Warning: {problem}."]
+        said = [*served, *warned, "", self.recommendation, self.example]
         return "\n".join([*map(wrap, title), "", *lines, "", *map(wrap, said)])
 
 

@@ -1,8 +1,9 @@
 """The differentiation rule around all shards, outside shard_map."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -124,6 +125,20 @@ def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[An
 
 
 ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=True)
+
+
+@contextlib.contextmanager
+def naming_the_reference() -> Iterator[None]:
+    """Lets jax's error in forward mode say what has it; under jax.jit jax raises it later, and says less."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "ring_dilated_attention has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): differentiate "
+            "dilated_attention_reference instead"
+        ) from error
 
 
 # Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
