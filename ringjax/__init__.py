@@ -1,7 +1,6 @@
 """Exact ring and dilated attention for JAX and Flax."""
 
 import importlib as _importlib
-from importlib import metadata as _metadata
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -16,6 +15,7 @@ from ringjax._mesh.padding import pad_to_mesh, unpad
 from ringjax._mesh.unused import MeshWarning
 from ringjax._planner.explain import explain
 from ringjax._planner.planner import plan
+from ringjax._version import find_version as _find_version
 from ringjax._weights import attention_weights
 
 if _TYPE_CHECKING:
@@ -41,10 +41,7 @@ __all__ = [
     "ring_dilated_attention",
     "unpad",
 ]
-try:
-    __version__ = _metadata.version("ringjax")
-except _metadata.PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+unknown"
+__version__ = _find_version()
 
 
 def __dir__() -> list[str]:

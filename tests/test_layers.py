@@ -125,6 +125,7 @@ FOLDERS = {
             "_recording": set(),
             "_attention": {"_options", "_recording"},
             "_attention_fn": {"_attention", "_options"},
+            "_version": set(),
             "_weights": set(),
             "_heads": {"_attention", "_options"},
             "linen": {"_heads"},
@@ -132,7 +133,17 @@ FOLDERS = {
         },
     ),
     "_planner": (
-        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_forecast", "_attention", "_recording"},
+        {
+            "_definition",
+            "_schedule",
+            "_mesh",
+            "_meeting",
+            "_kernels",
+            "_forecast",
+            "_attention",
+            "_recording",
+            "_version",
+        },
         {
             "hlo": set(),
             "measure": set(),
@@ -140,8 +151,9 @@ FOLDERS = {
             "comparison": set(),
             "planner": {"comparison"},
             "compiled": {"comparison", "hlo"},
+            "check": set(),
             "explain": {"comparison"},
-            "command": {"comparison", "compiled", "measure", "pictures", "planner"},
+            "command": {"check", "comparison", "compiled", "measure", "pictures", "planner"},
         },
     ),
 }
@@ -156,7 +168,7 @@ WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]}
 WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "factors", "kept", "machine", "memory", "several")}
 WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
 WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
-WITH_AXES |= {"_planner/measure", "_planner/compiled"}
+WITH_AXES |= {"_planner/check", "_planner/measure", "_planner/compiled"}
 
 
 def imports(path: Path) -> set[str]:

@@ -85,8 +85,8 @@ def test_each_branch_its_own():
     assert (window.exchange_size, segments.exchange_size) == (1, 16)
     assert comparison.best.seconds < min(forecast.seconds for forecast in comparison.forecasts)
     assert "strategy='auto'" in comparison.example
-    over = comparison.forecasts[0].seconds / comparison.best.seconds
-    assert f'that of the default, "ring", is {over:.2f} times as long' in comparison.recommendation
+    saved = 1 - comparison.best.seconds / comparison.forecasts[0].seconds
+    assert f'{saved:.0%} less than that of the default, "ring"' in comparison.recommendation
 
 
 def test_figures_in_json():
@@ -176,7 +176,9 @@ def test_the_call_to_paste_says_what_was_compared():
     comparison = plan([Segments(2**23)], **long, exchange_size=4)
     assert comparison.best.num_bytes("forward") > 0
     assert comparison.recommendation.startswith('Take "all_to_all": its bound is')
-    assert 'and that of the default, "ring", is as long.' in comparison.recommendation
+    assert 'less than 1% less than that of the default, "ring".' in comparison.recommendation
+    assert "num_heads=32, in_features=in_features, num_kv_heads=4, qkv_features=4096," in comparison.module_example
+    assert "strategy='all_to_all', exchange_size=4, axis_name='context', dtype=jnp" in comparison.module_example
     assert "strategy='all_to_all', exchange_size=4, axis_name='context')" in comparison.example
     layout = "Make the mesh with ringjax.make_mesh(..., exchange_size=4): else no hop between groups is hidden."
     assert layout not in comparison.recommendation
@@ -285,16 +287,17 @@ def test_the_command(capsys, tmp_path):
         (f"--device {figures}", "is no file of figures"),
         ("--exchange-size 3", "--exchange-size 3 does not serve 8 devices"),
         ("--heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
-        ("--mesh seq=0", "--mesh seq=0 must be a positive integer"),
         ("--mesh seq=8 seq=4", "--mesh seq=8 seq=4 names an axis twice: give each once"),
-        ("--node-size 0", "--node-size 0 must be a positive integer"),
         ("--tokens 4096M", "--tokens 4294967296 is above 2147483647"),
-        ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg is in no folder that there is: make it"),
+        ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg cannot be written (No such file or directory)"),
         ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),
-        ("--measure /nowhere/x", "--measure /nowhere/x is in no folder that there is"),
+        ("--measure /nowhere/x", "--measure /nowhere/x cannot be written (No such file or directory)"),
         ("--json --compile", "--json prints figures alone: leave it or --compile out"),
         ("--target-config /nowhere", "--target-config says what --compile compiles for: give both or neither"),
-        ("--mesh seq=8 a-b=0", "--mesh a-b=0 must be a positive integer"),
+        ("--device /proc/self/mem", "--device '/proc/self/mem' is no file of figures ("),
+        ("--plot /proc/x.png", "--plot /proc/x.png cannot be written (No such file or directory)"),
+        ("--measure /tmp", "--measure /tmp cannot be written (Is a directory): name a file in a folder"),
+        ("--device v5e:4x4 --mesh seq=8", "--device v5e:4x4 has 16 devices, and --mesh 8: make these equal"),
         ("--compile --target-config /nowhere", "--target-config /nowhere is no file: give one in XLA's text format"),
     ):
         assert main(["plan", *wrong.split()]) == 2
@@ -307,15 +310,35 @@ def test_the_command(capsys, tmp_path):
     ("arguments", "words"),
     [
         ("chunks:4", "'chunks:4' is no branch: write segments:LENGTH[:RATE] or window:SIZE[:RATE]"),
-        ("window:0", "'window:0': size=0 of Window is below 1"),
-        ("segments:4x", "'4x' is no number: write one such as 4096, 32k or 1M"),
+        ("window:0", "argument BRANCH: '0' is no positive number: write one such as 4096, 32k or 1M"),
+        ("segments:4x", "argument BRANCH: '4x' is no positive number: write one such as 4096, 32k or 1M"),
+        ("--tokens 0", "argument --tokens: '0' is no positive number"),
+        ("--mesh seq=8 a-b=0", "argument --mesh: '0' is no positive number"),
         ("--mesh seq", "'seq' is no axis: write AXIS=SIZE, such as seq=8"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, words, capsys):
     with pytest.raises(SystemExit):
         main(["plan", *arguments.split()])
-    assert words in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert words in found
+    assert len(found.splitlines()) == 2
+
+
+def test_what_the_command_says_of_itself(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"ringjax {ringjax.__version__}\n")
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "default: None" not in text
+    for part in ("the attention:", "the devices:", "rows of the table:", "example:", "(default: 1048576)"):
+        assert part in text
+    assert main(["plan"]) == 0
+    assert capsys.readouterr().out.startswith("Without options: one dense segment of all tokens, not causal, on seq=8")
+    assert main(["plan", "--device", "v5e:4x4"]) == 0
+    assert "1,048,576 tokens on 16 devices (v5e)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -438,8 +461,12 @@ def test_tables_need_no_scrolling():
     assert max(map(len, lines)) <= 88
     table = next(line for line in lines if line.startswith("strategy"))
     assert table.split() == ["strategy", "ring", "all_gather", "all_to_all"]
-    start = next(number for number, line in enumerate(lines) if line.startswith("ringjax.ring_dilated_attention("))
-    compile("\n".join(lines[start:]), "the call to paste", "eval")
+    start, module = (
+        next(number for number, line in enumerate(lines) if line.startswith(f"ringjax.{name}("))
+        for name in ("ring_dilated_attention", "RingDilatedAttention")
+    )
+    compile("\n".join(lines[start:module]), "the call to paste", "eval")
+    compile("\n".join(lines[module:]), "the module to paste", "eval")
 
 
 def test_kernels_for_gpus_are_taken_where_they_serve(monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ringjax._definition import dropout
@@ -43,7 +44,7 @@ def dilated_attention_reference(
     document_ids: Any = None,
     query_offset: int = 0,
     logits_soft_cap: float | None = None,
-    sinks: Float[Array, "..."] | None = None,
+    sinks: Float[Array | np.ndarray, "..."] | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Any = None,
     broadcast_dropout: bool = False,

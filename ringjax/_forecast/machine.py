@@ -148,7 +148,7 @@ def read_machine(path: str) -> Machine:
         machine = Machine(**figures)
         _check_figures(machine)
         return machine
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         names = ", ".join(field.name for field in dataclasses.fields(Machine))
         raise ValueError(f"device={path!r} is no file of figures ({error}): give, in JSON, {names}") from None
 

@@ -92,9 +92,7 @@ class Comparison:
         """The recommendation in a sentence."""
         if not any(one.messages for one in self.forecasts):
             return f'Nothing has to travel: all strategies do the same, take the default, "ring".{self._what_fits()}'
-        name = '"auto", each branch its own' if self.best.strategy == "auto" else f'"{self.best.strategy}"'
-        bound = f"its bound is {_time(self.best.seconds)}"
-        return f"Take {name}: {bound}, and {self._beside_others()}.{self._which_mesh()}{self._what_fits()}"
+        return f"Take {self._beside_others()}.{self._which_mesh()}{self._what_fits()}"
 
     def _which_mesh(self) -> str:
         """How to lay out a mesh for rings between groups, in a sentence; nothing where any mesh serves."""
@@ -106,16 +104,21 @@ class Comparison:
         )
 
     def _beside_others(self) -> str:
-        """The bound of the default over that of the best strategy, or of the next where the default is the best."""
+        """The best strategy, and its bound over that of the default, or of the next where it is the default."""
+        best, bound = self.best.strategy, _time(self.best.seconds)
+        name = '"auto", each branch its own' if best == "auto" else f'"{best}"'
         # Without a call that is explained, which is one of them under a name of its own.
-        names = {*STRATEGIES} - {self.best.strategy}
-        others = {one.strategy: one.seconds for one in self.forecasts if one.strategy in names}
+        others = {one.strategy: one.seconds for one in self.forecasts if one.strategy in {*STRATEGIES} - {best}}
         if not others:
-            return "no other serves"
-        other = "ring" if "ring" in others else min(others, key=lambda name: others[name])
-        over = f"{others[other] / self.best.seconds:.2f}"
-        compared = "as long" if over == "1.00" else f"{over} times as long"
-        return f'that of the {"default" if other == "ring" else "next"}, "{other}", is {compared}'
+            return f"{name}: no other serves, and its bound is {bound}"
+        if "ring" in others:
+            saved = 1 - self.best.seconds / others["ring"]
+            share = f"{saved:.0%} less" if saved >= 0.01 else "less than 1% less"
+            return f'{name}: its bound is {bound}, {share} than that of the default, "ring"'
+        other = min(others, key=lambda name: others[name])
+        ratio = others[other] / self.best.seconds
+        more = "less than 1% more" if ratio < 1.01 else f"{ratio:.2f} times as long"
+        return f'{name}, the default: its bound is {bound}, and that of the next, "{other}", is {more}'
 
     def _what_fits(self) -> str:
         """What does not fit the memory of a device, in a sentence; nothing where all does."""
@@ -128,6 +131,19 @@ class Comparison:
     @property
     def example(self) -> str:
         """The call to paste."""
+        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(self._options)})"
+
+    @property
+    def module_example(self) -> str:
+        """The module to paste, but for the widths of inputs and outputs."""
+        query, key = self.call.request.query, self.call.request.key
+        sizes = [f"num_heads={query.shape[-2]}", "in_features=in_features", f"num_kv_heads={key.shape[-2]}"]
+        sizes += [f"qkv_features={query.shape[-2] * query.shape[-1]}"]
+        dtype = f"dtype=jnp.{query.dtype}"
+        return f"ringjax.RingDilatedAttention({', '.join([*sizes, *self._options, dtype])}, rngs=rngs)"
+
+    @property
+    def _options(self) -> list[str]:
         call = self.call
         branches = ", ".join(f"ringjax.{branch}" for branch in call.pattern.branches)
         usual = DilatedPattern(call.pattern.branches)
@@ -142,7 +158,7 @@ class Comparison:
             options.append(f"axis_name={self.axis_name!r}")
         if self.spec:
             options.append(f"spec=jax.P({', '.join(map(repr, self.spec))})")
-        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(options)})"
+        return options
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all figures, for JSON."""
@@ -158,6 +174,7 @@ class Comparison:
             "recommended": self.best.strategy,
             "recommendation": self.recommendation,
             "call": self.example,
+            "module": self.module_example,
         }
 
     def to_json(self) -> str:
@@ -205,7 +222,7 @@ class Comparison:
             )
         problem = find_problem(call.pattern, call.num_queries, call.work.num_kv_heads, call.is_causal)
         warned = [] if problem is None else [f"Warning: {problem}."]
-        said = [*served, *warned, "", self.recommendation, self.example]
+        said = [*served, *warned, "", self.recommendation, self.example, self.module_example]
         return "\n".join([*map(wrap, title), "", *lines, "", *map(wrap, said)])
 
 

@@ -150,19 +150,21 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
         "bound of time in ms": lambda one: one.seconds * 1e3,
     }
     figure, axes = plt.subplots(len(measures), 2, figsize=(11, 10), layout="constrained", sharex="col")
-    for column, (name, (label, sizes)) in enumerate(sweeps.items()):
-        found = {size: compare(**{name: size}).forecasts for size in sizes}
-        for index, one in enumerate(next(iter(found.values()))):
-            style = {"marker": "osd"[index % 3], "linestyle": ("-", "--", ":")[index % 3], "label": one.strategy}
+    for column, (name, (unit_of_sizes, sizes)) in enumerate(sweeps.items()):
+        found = {size: compare(**{name: size}) for size in sizes}
+        names = [one.strategy for one in next(iter(found.values())).forecasts]
+        lines = {name: [one.forecasts[index] for one in found.values()] for index, name in enumerate(names)}
+        lines["recommended"] = [one.best for one in found.values()]
+        for index, (label, forecasts) in enumerate(lines.items()):
+            style = {"marker": "osdx"[index % 4], "linestyle": ("-", "--", ":", "-.")[index % 4], "label": label}
             for row, measure in enumerate(measures.values()):
-                values = [measure(forecasts[index]) for forecasts in found.values()]
-                axes[row, column].plot(list(found), values, **style)
+                axes[row, column].plot(list(found), list(map(measure, forecasts)), **style)
         for row, unit in enumerate(measures):
             axes[row, column].set_ylabel(unit)
             _scale(axes[row, column])
             axes[row, column].set_xscale("log", base=2)
             axes[row, column].grid(alpha=0.3)
-        axes[-1, column].set_xlabel(label)
+        axes[-1, column].set_xlabel(unit_of_sizes)
     axes[0, 0].legend()
     figure.suptitle(f"{call.num_queries:,} tokens, {call.num_devices} devices, and more or fewer of either")
     figure.savefig(path, metadata={"Date": None} if path.endswith("svg") else None)

@@ -1,0 +1,272 @@
+"""Checks every implementation that serves on the devices at hand against the definition: what `ringjax check` does."""
+
+import dataclasses
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringjax._attention import ring_dilated_attention
+from ringjax._definition.branch import Branch, Segments, Window
+from ringjax._definition.pattern import DilatedPattern
+from ringjax._definition.reference import dilated_attention_reference
+from ringjax._forecast.call import Call
+from ringjax._kernels.implementation import NAMES
+from ringjax._meeting.protocol import Request
+from ringjax._mesh.mesh import lowered_platform
+
+_WIDTH, _CAP, _DROPOUT = 64, 2.0, 0.1
+# The tokens of a device: on accelerators several tiles of a kernel, on CPUs few, as they compute the oracle too.
+_TOKENS, _TOKENS_ON_CPUS, _TOKENS_OF_ONE = 256, 32, 2048
+# The largest error over the largest number of a result. Products of bfloat16 are of 8 bits.
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
+RESULTS = "out", "lse", "dquery", "dkey", "dvalue"
+
+
+class Program(NamedTuple):
+    """What one call of attention uses; `strategy` is that of all devices, or None where one computes alone."""
+
+    strategy: str | None
+    pattern: str
+    has_documents: bool
+    has_sinks: bool
+    has_cap: bool
+    has_dropout: bool
+    has_groups: bool  # of query heads that share a key/value head
+    dtype: str
+
+    def __str__(self) -> str:
+        features = ("documents", "sinks", "cap", "dropout", "grouped heads")
+        used = [name for name, is_used in zip(features, self[2:7], strict=True) if is_used]
+        return ", ".join([self.strategy or "one device", self.pattern, *used, self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a program by an implementation came to: the error of each result, and its time over that of XLA."""
+
+    program: Program
+    implementation: str
+    errors: tuple[float, ...]
+    time_over_xla: float | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no error is above its bound."""
+        return max(self.errors) <= BOUNDS[self.program.dtype]
+
+
+def check(take_all: bool = False, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, Found | None]]:
+    """Gives, for each program that is checked, what is under way and then what it came to.
+
+    Args:
+      take_all: whether to take all programs; else few, which have all pairs of what two of them may use.
+      devices: the devices; all by default.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    candidates = [Program(*choices) for choices in itertools.product(*_levels(len(devices)))]
+    plan = []
+    for name in sorted(NAMES, key="xla".__eq__):  # XLA's last: it shares the oracle of the others' programs
+        served = [program for program in candidates if _serves(program, name, devices)]
+        plan += [(program, name) for program in (served if take_all else cover(served))]
+    plan.sort(key=lambda one: candidates.index(one[0]))
+    for number, (program, same) in enumerate(itertools.groupby(plan, key=lambda one: one[0])):
+        names = [name for _, name in same]
+        yield f"{number + 1} of {len({one for one, _ in plan})}: {program}", None
+        oracle = _oracle(program, len(devices))
+        calls = {name: _compile(program, name, devices) for name in names}
+        if devices[0].platform != "cpu" and names != ["xla"]:
+            calls |= {} if "xla" in calls else {"xla": _compile(program, "xla", devices)}
+        seconds = {name: _seconds(call) for name, call in calls.items()} if devices[0].platform != "cpu" else {}
+        for name in names:
+            ratio = seconds[name] / seconds["xla"] if "xla" in seconds else None
+            yield "", Found(program, name, _errors(jax.device_get(calls[name]()), oracle), ratio)
+
+
+def _levels(num_devices: int) -> tuple[Sequence[Any], ...]:
+    """Returns the choices of each field of a program."""
+    strategies = (None, "ring", "all_to_all", "all_gather") if num_devices > 1 else (None,)
+    return strategies, ("dense", "dilated", "windows"), *5 * [(False, True)], tuple(BOUNDS)
+
+
+def cover(candidates: Sequence[Program]) -> list[Program]:
+    """Returns few programs that have every pair of choices that any of the candidates has."""
+    # A choice with the number of its field.
+    pairs_of = {one: frozenset(itertools.combinations(enumerate(one), 2)) for one in candidates}
+
+    def greedy(candidates: Sequence[Program]) -> list[Program]:
+        missing, chosen = frozenset().union(*pairs_of.values()), []
+        while missing:
+            chosen.append(max(candidates, key=lambda one: len(pairs_of[one] & missing)))
+            missing -= pairs_of[chosen[-1]]
+        return chosen
+
+    orders = [list(candidates), *(random.Random(seed).sample(candidates, len(candidates)) for seed in range(8))]
+    return sorted(min(map(greedy, orders), key=len), key=candidates.index)
+
+
+def _sizes(program: Program, num_devices: int) -> tuple[int, int, int]:
+    """Returns the tokens, the query heads and the key/value heads."""
+    if jax.default_backend() == "cpu":
+        length = _TOKENS_ON_CPUS * max(8, num_devices)
+    else:
+        length = max(_TOKENS_OF_ONE, _TOKENS * num_devices)
+    return length, 4, 2 if program.has_groups else 4
+
+
+def _branches(program: Program, length: int) -> list[Branch]:
+    return {
+        "dense": [Segments(length)],
+        "dilated": [Segments(length // 8), Segments(length, 2)],
+        "windows": [Window(length // 16), Window(length // 32, 4)],
+    }[program.pattern]
+
+
+def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bool:
+    """Whether an implementation can compute a program, found from integers alone."""
+    count = len(devices) if program.strategy else 1
+    length, num_heads, num_kv_heads = _sizes(program, len(devices))
+    shape = lambda heads: jax.ShapeDtypeStruct((1, length, heads, _WIDTH), program.dtype)
+    used = {
+        "document_ids": program.has_documents,
+        "logits_soft_cap": program.has_cap,
+        "dropout_rate": program.has_dropout,
+    }
+    request = Request(
+        shape(num_heads),
+        shape(num_kv_heads),
+        shape(num_kv_heads),
+        lowered_platform(devices[0].platform),
+        needs=tuple(name for name, is_used in used.items() if is_used),
+        needs_lse=True,
+        device_kind=devices[0].device_kind,
+        documents_are_sorted=True,
+    )
+    call = Call(
+        request,
+        pattern=DilatedPattern(_branches(program, length)),
+        num_queries=length,
+        num_keys=length,
+        query_offset=0,
+        num_devices=count,
+        batch=1,
+        num_heads=num_heads,
+        num_unmapped=1,
+        document_itemsize=4 * program.has_documents,
+        is_causal=True,
+        exchange_size=None,
+        implementation=implementation,
+    )
+    return call.obstacle(call.schedules(program.strategy or "ring")) is None
+
+
+def _arguments(program: Program, num_devices: int) -> tuple[list[np.ndarray], dict[str, Any], list[np.ndarray]]:
+    """Returns the arrays, other arguments, and the cotangents of both results."""
+    rng = np.random.default_rng(0)
+    length, num_heads, num_kv_heads = _sizes(program, num_devices)
+    heads = num_heads, num_kv_heads, num_kv_heads, num_heads
+    # Rounded as a program has them: the oracle computes with the same numbers.
+    round_ = lambda array: np.asarray(jnp.asarray(array, program.dtype), np.float32)
+    *arrays, out_grad = (round_(rng.normal(size=(1, length, count, _WIDTH))) for count in heads)
+    lse_grad = rng.normal(size=(1, length, num_heads)).astype(np.float32)
+    arguments: dict[str, Any] = {"pattern": _branches(program, length), "is_causal": True}
+    if program.has_documents:
+        arguments["document_ids"] = np.sort(rng.integers(5, size=(1, length)), axis=1).astype(np.int32)
+    if program.has_sinks:
+        arguments["sinks"] = rng.normal(size=num_heads).astype(np.float32)
+    arguments |= {"logits_soft_cap": _CAP} if program.has_cap else {}
+    arguments |= {"dropout_rate": _DROPOUT, "dropout_seed": 1} if program.has_dropout else {}
+    return arrays, arguments, [out_grad, lse_grad]
+
+
+def _oracle(program: Program, num_devices: int) -> list[np.ndarray]:
+    """Returns all results by the definition in float64, on the host's CPU."""
+    arrays, arguments, cotangents = _arguments(program, num_devices)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        attend = lambda *arrays: dilated_attention_reference(*arrays, return_residual=True, **arguments)
+        wide = [jnp.asarray(array, jnp.float64) for array in arrays]
+        results, pullback = jax.vjp(attend, *wide)
+        grads = pullback(tuple(jnp.asarray(array, jnp.float64) for array in cotangents))
+        return list(map(np.asarray, (*results, *grads)))
+
+
+def _compile(program: Program, implementation: str, devices: Sequence[Any]) -> Callable[[], Any]:
+    """Returns a call of the compiled program, with its gradient."""
+    arrays, arguments, cotangents = _arguments(program, len(devices))
+    mesh = Mesh(np.array(devices if program.strategy else devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
+    place = lambda array: jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
+    named = {name: arguments.pop(name) for name in ("document_ids", "sinks") if name in arguments}
+    more = {"strategy": program.strategy or "ring", "implementation": implementation, "mesh": mesh}
+    more |= {"documents_are_sorted": True} if program.has_documents else {}
+    more |= {"precision": "highest"} if program.dtype == "float32" else {}
+
+    def run(arrays: Any, cotangents: Any, named: Any) -> Any:
+        attend = lambda *arrays: ring_dilated_attention(*arrays, return_residual=True, **named, **arguments, **more)
+        (out, lse), pullback = jax.vjp(attend, *arrays)
+        return out, lse, *pullback((cotangents[0].astype(out.dtype), cotangents[1].astype(lse.dtype)))
+
+    given = [place(jnp.asarray(array, program.dtype)) for array in arrays], list(map(place, cotangents))
+    if "document_ids" in named:
+        named["document_ids"] = place(named["document_ids"])
+    compiled = jax.jit(run).lower(*given, named).compile()
+    return lambda: compiled(*given, named)
+
+
+def _errors(results: Sequence[Any], expected: Sequence[np.ndarray]) -> tuple[float, ...]:
+    """Returns, of each result, the largest error over the largest number that is finite."""
+    errors = []
+    for result, other in zip(results, expected, strict=True):
+        one = np.asarray(result, np.float64)
+        with np.errstate(invalid="ignore"):
+            error = np.where(one == other, 0, np.abs(one - other))
+        error = np.where(np.isnan(error), np.inf, error)
+        errors.append(float(error.max() / np.abs(other[np.isfinite(other)]).max(initial=1e-30)))
+    return tuple(errors)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    def once() -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        return time.perf_counter() - begin
+
+    return statistics.median([once() for _ in range(11)][1:])  # the first one warms up
+
+
+def print_check(take_all: bool = False) -> bool:
+    """Prints a table of all programs, with a line of progress, and returns whether all are right."""
+    founds = []
+    for progress, found in check(take_all):
+        if found is not None:
+            founds.append(found)
+        elif sys.stderr.isatty():
+            print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
+        else:
+            print(progress, file=sys.stderr, flush=True)
+    print("\r\x1b[K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
+    lines: list[tuple[str, ...]] = [("implementation", *RESULTS, "time over XLA's", "", "program")]
+    for found in sorted(founds, key=lambda one: one.implementation):
+        ratio = "-" if found.time_over_xla is None else f"{found.time_over_xla:.2f}"
+        verdict = "right" if found.is_right else "WRONG"
+        errors = (f"{error:.0e}" for error in found.errors)
+        lines.append((found.implementation, *errors, ratio, verdict, str(found.program)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    wrong = sum(not found.is_right for found in founds)
+    devices = jax.devices()
+    bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in BOUNDS.items())
+    print(
+        f"\n{len(founds)} programs on {len(devices)} x {devices[0].device_kind}, {wrong} wrong: errors over the largest"
+    )
+    print(f"number of a result, beside the definition in float64; at most {bounds}.")
+    return not wrong

@@ -1,0 +1,68 @@
+"""`ringjax check`: what it takes, that it finds what is wrong, and that nothing is."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from ringjax._kernels.xla import Xla
+from ringjax._planner import check
+from ringjax._planner.check import Program, cover
+
+
+@pytest.mark.parametrize(("num_devices", "most"), [(1, 8), (8, 12)])
+def test_few_programs_have_each_pair(num_devices, most):
+    candidates = [Program(*choices) for choices in itertools.product(*check._levels(num_devices))]
+    pairs = lambda programs: {pair for one in programs for pair in itertools.combinations(enumerate(one), 2)}
+    chosen = cover(candidates)
+    assert pairs(chosen) == pairs(candidates)
+    assert len(chosen) <= most
+    # Also where an implementation serves but some.
+    served = [one for one in candidates if not (one.has_cap or one.has_dropout) and one.dtype == "bfloat16"]
+    assert pairs(cover(served)) == pairs(served)
+    assert len(cover(served)) <= 12
+
+
+@pytest.fixture
+def one_program(monkeypatch):
+    """Of all programs one, on two devices."""
+    program = Program("ring", "windows", False, True, True, False, True, "float32")
+    monkeypatch.setattr(check, "_levels", lambda _: [(choice,) for choice in program])
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
+
+
+def test_what_is_right(one_program, capsys):
+    with jax.enable_x64(False):
+        assert check.print_check()
+    printed = capsys.readouterr()
+    assert printed.err.startswith("1 of 1: ring, windows, sinks, cap, grouped heads, float32")
+    assert "right  ring, windows, sinks, cap, grouped heads, float32" in printed.out
+    assert "1 programs on 2 x cpu, 0 wrong" in printed.out
+
+
+def test_what_is_wrong(one_program, monkeypatch, capsys):
+    """An output that is off by a thousandth."""
+    finish = Xla.finish
+    monkeypatch.setattr(
+        Xla, "finish", lambda self, partial: (finish(self, partial)[0] * 1.001, finish(self, partial)[1])
+    )
+    jax.clear_caches()
+    with jax.enable_x64(False):
+        assert not check.print_check()
+    assert "WRONG  ring, windows" in capsys.readouterr().out
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+def test_eight_devices():
+    """As users run it."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "ringjax", "check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "12 programs on 8 x cpu, 0 wrong" in done.stdout
+    assert done.stderr.count(" of 12: ") == 12
