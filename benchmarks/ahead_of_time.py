@@ -180,7 +180,7 @@ def sent(is_causal: bool, gradient: bool) -> tuple[int, int]:
 def lower_slide_encoder(count: int, gradient: bool, num_layers: int = 12) -> Any:
     """Returns the slide encoder in bfloat16 for 1,048,568 tiles on some H100s, lowered, or its gradient."""
     sys.path.insert(0, str(ROOT / "examples"))
-    from slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
+    from parts.slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
 
     ring = devices(*TOPOLOGIES["8 H100s"])[:count]
     mesh = make_mesh((count,), ("seq",), devices=ring, axis_types=(AxisType.Auto,))

@@ -24,9 +24,9 @@ TILES = 10_000
 
 def measure(tiles: int, devices: int, strategy: str) -> float:
     """Returns the processor seconds of one slide, of its best round."""
-    from distribution import on_all_devices  # noqa: PLC0415  # of the examples
-    from slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
-    from slides import synthetic_slide  # noqa: PLC0415
+    from parts.distribution import on_all_devices  # noqa: PLC0415  # of the examples
+    from parts.slide_encoder import SlideEncoder  # noqa: PLC0415  # of the examples
+    from parts.slides import synthetic_slide  # noqa: PLC0415
 
     mesh = jax.make_mesh((devices,), ("seq",), axis_types=(AxisType.Auto,)) if devices > 1 else None
     encoder = on_all_devices(SlideEncoder(mesh=mesh, strategy=strategy, rngs=nnx.Rngs(0)), mesh)

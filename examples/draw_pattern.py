@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 
 mpl.use("agg")
-from options import Formatter, branch, in_options, positive
+from parts.options import Formatter, Parser, branch, in_options, positive
 
 from ringjax import DilatedPattern, Segments
 
@@ -22,7 +22,7 @@ OPTIONS = {"num_kv_heads": "--kv-heads", "head": "--head"}
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("path", type=Path, metavar="FILE", help="the picture to write, such as pattern.svg")
     usage = "segments:LENGTH[:RATE] or window:SIZE[:RATE]; LongNet's by default"

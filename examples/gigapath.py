@@ -19,14 +19,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoints import RunError
-from distribution import make_mesh, on_all_devices, parse_mesh
-from finetune import Settings, read_labels
-from finetune import run as run_finetuning
 from flax import nnx
-from options import Formatter, in_options
-from slide_encoder import SlideEncoder
-from slides import Slide, read_slide, read_weights, synthetic_slide
+from parts.checkpoints import RunError
+from parts.distribution import make_mesh, on_all_devices, parse_mesh
+from parts.finetune import Settings, read_labels
+from parts.finetune import run as run_finetuning
+from parts.options import Formatter, Parser, check_writable, in_options
+from parts.slide_encoder import SlideEncoder
+from parts.slides import Slide, read_slide, read_weights, synthetic_slide
 
 NUM_TILES = 10_000
 DTYPES = ("float32", "bfloat16")
@@ -34,12 +34,14 @@ DTYPES = ("float32", "bfloat16")
 OF_MODEL = "heads", "global_pool", "padding", "max_wsi_size", "tile_size", "dtype", "dropout", "drop_path"
 # What arguments of the encoder are called here.
 OPTIONS = {"num_heads": "--heads", "max_wsi_size": "--max-wsi-size", "tile_size": "--tile-size"}
+MOST_TILES = 2**31  # positions are numbers of 32 bits
+MOST_PIXELS = 2**26  # of a heatmap, one for each place of a tile
 STRATEGIES = ("ring", "all_gather", "all_to_all", "auto")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--weights", type=Path, help="a checkpoint of the slide encoder; random weights by default")
     add("--tiles", type=Path, help=f"a slide's tiles; a synthetic slide of {NUM_TILES} by default")
@@ -87,10 +89,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0 and less than 1"
             )
-    for name, suffix in (("out", ".npz"), ("heatmap", ".png")):
-        path = getattr(arguments, name)
-        if path is not None and (path.suffix != suffix or not path.parent.is_dir()):
-            raise ValueError(f"--{name} {path} must end in {suffix}, in a folder that there is")
+    if (arguments.max_wsi_size / arguments.tile_size) ** 2 >= MOST_TILES:
+        raise ValueError(
+            f"--max-wsi-size {arguments.max_wsi_size} has {MOST_TILES} tiles or more of --tile-size "
+            f"{arguments.tile_size}: give a smaller slide, or larger tiles"
+        )
+    for name, suffix in (("out", ".npz"), ("heatmap", ".png"), ("checkpoints", "")):
+        if getattr(arguments, name) is not None:
+            check_writable(f"--{name}", getattr(arguments, name), suffix)
 
 
 def make_encoder(arguments: argparse.Namespace, width: int) -> SlideEncoder:
@@ -131,12 +137,28 @@ def encode(
     return output[0], encoder.norm(jnp.stack([pool(state) for state in states])), attention
 
 
+def places(slide: Slide, tile_size: int) -> np.ndarray:
+    """Returns the column and the row of each tile in a heatmap [T, 2].
+
+    Raises:
+      ValueError: if they lie so far apart that no picture has room for them.
+    """
+    tiles = slide.coordinates.astype(np.float64) // tile_size
+    tiles -= tiles.min(axis=0)
+    if np.prod(tiles.max(axis=0) + 1) > MOST_PIXELS:
+        width, height = tiles.max(axis=0) + 1
+        raise ValueError(
+            f"--heatmap of {width:.3g} x {height:.3g} places of --tile-size {tile_size} is too large: see that --tiles "
+            "has coordinates in pixels"
+        )
+    return tiles
+
+
 def draw(path: Path, slide: Slide, attention: np.ndarray, tile_size: int) -> None:
     """Draws the attention over the slide, over that of equal shares."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # which takes its time
 
-    tiles = (slide.coordinates // tile_size).astype(int)
-    tiles -= tiles.min(axis=0)
+    tiles = places(slide, tile_size).astype(int)
     image = np.full(tiles.max(axis=0) + 1, np.nan)
     image[tuple(tiles.T)] = attention * len(attention)
     figure = Figure(layout="constrained")
@@ -162,6 +184,8 @@ def train(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Encodes the slide, and writes what was asked for."""
     slide = synthetic_slide(NUM_TILES, 1536) if arguments.tiles is None else read_slide(arguments.tiles)
+    if arguments.heatmap is not None:
+        places(slide, arguments.tile_size)  # before the slide is encoded
     encoder = make_encoder(arguments, slide.embeddings.shape[1])
     devices = 1 if encoder.mesh is None else encoder.mesh.size
     print(f"{len(slide.embeddings):,} tiles on {devices} of {jax.default_backend()}: compiling, encoding", flush=True)

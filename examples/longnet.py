@@ -1,9 +1,11 @@
-"""LongNet's base configuration (arXiv 2307.02486, section 4.1) over bytes, with a step of training.
+"""LongNet (arXiv 2307.02486) over bytes, with steps of training, on 8 simulated devices or on the real ones.
 
-`python examples/longnet.py` computes the loss and the gradient of 32768 bytes on 8 simulated devices, or on the real
-ones, and prints what each takes. It wants some minutes and 12 GiB on two CPU cores.
+- `python examples/longnet.py`: a small one, in a minute on two CPU cores.
+- `python examples/longnet.py --base`: the base configuration of the paper, section 4.1, with 85 million parameters and
+  32,768 bytes: some minutes and 14 GB on two CPU cores.
 """
 
+import argparse
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from byte_model import NUM_BYTES, Block
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from parts.byte_model import NUM_BYTES, Block
+from parts.options import Formatter, Parser, positive
+from tqdm import tqdm
 from train_lm import make_mesh
 
 LENGTH = 32768
@@ -77,17 +81,49 @@ def random_bytes(length: int) -> list[jax.Array]:
     return [jax.device_put(part, sharding) for part in (tokens[:, :-1], tokens[:, 1:])]
 
 
-def main() -> None:
-    """Runs the forward pass and a step of training, each with its compilation."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = Parser(description=__doc__, formatter_class=Formatter)
+    add = parser.add_argument
+    add("--base", action="store_true", help="the configuration of the paper, instead of the four numbers below")
+    add("--length", type=positive, default=4096, help="bytes of the sequence, a multiple of 16")
+    add("--width", type=positive, default=96, help="width of the model, a multiple of --heads")
+    add("--layers", type=positive, default=2, help="layers of the model")
+    add("--heads", type=positive, default=12, help="attention heads: 12 have a token of each of the rates, up to 12")
+    add("--steps", type=positive, default=2, help="steps of training")
+    arguments = parser.parse_args(argv)
+    if arguments.length % 16 or arguments.width % arguments.heads:
+        parser.error(
+            f"--length {arguments.length} and --width {arguments.width} must be multiples of 16 and of --heads"
+        )
+    return arguments
+
+
+def make_model(arguments: argparse.Namespace) -> LongNet:
+    """Returns the model, whose segments are of 1/16 of the sequence up to all of it."""
+    if arguments.base:
+        return LongNet(rngs=nnx.Rngs(0))
+    sizes = {"width": arguments.width, "num_layers": arguments.layers, "num_heads": arguments.heads}
+    segments = tuple(arguments.length // 16 * 2**number for number in range(5))
+    return LongNet(**sizes, segment_lengths=segments, rngs=nnx.Rngs(0))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the forward pass and steps of training; the first of each compiles."""
+    arguments = parse_arguments(argv)
+    length = LENGTH if arguments.base else arguments.length
     with jax.set_mesh(make_mesh(None)):
-        model = LongNet(rngs=nnx.Rngs(0))
+        model = make_model(arguments)
         count = sum(array.size for array in jax.tree.leaves(nnx.state(model, nnx.Param)))
-        print(f"{count / 1e6:.0f} million parameters, {LENGTH} bytes on {jax.sharding.get_mesh().size} devices")
-        batch = random_bytes(LENGTH)
-        for name, call in {"forward": nnx.jit(loss_of), "step": train_step}.items():
+        print(f"{count / 1e6:.3g} million parameters, {length} bytes on {jax.sharding.get_mesh().size} devices")
+        batch = random_bytes(length)
+        calls = [("forward", nnx.jit(loss_of)), *[("step", train_step)] * arguments.steps]
+        for name, call in (progress := tqdm(calls, unit="call")):
+            progress.set_description(name)
             begin = time.perf_counter()
             results = jax.block_until_ready(call(model, *batch))
-            print(f"{name}: {jax.tree.map(float, results)} in {time.perf_counter() - begin:.0f} s", flush=True)
+            seconds = time.perf_counter() - begin
+            progress.write(f"{name}: {jax.tree.map(float, results)} in {seconds:.3g} s")
 
 
 if __name__ == "__main__":

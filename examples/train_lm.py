@@ -25,9 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from byte_model import NGRAM_BITS, NGRAMS, ByteModel, features
-from checkpoints import Checkpoints, RunError
-from corpus import (
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from parts.byte_model import NGRAM_BITS, NGRAMS, ByteModel, features
+from parts.checkpoints import Checkpoints, RunError
+from parts.corpus import (
     SEPARATOR,
     Corpus,
     Rows,
@@ -38,13 +40,11 @@ from corpus import (
     training_rows,
     zlib_bits,
 )
-from distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from metrics import COLUMNS, POSITIONS, Metrics, Row, plot, read_positions
-from options import Formatter, in_options, positive, seed
+from parts.distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
+from parts.metrics import COLUMNS, POSITIONS, Metrics, Row, plot, read_positions
+from parts.options import Formatter, Parser, check_writable, in_options, positive, seed
+from parts.training import State, Trainer, define_model, first_not_finite, make_trainer
 from tqdm import tqdm
-from training import State, Trainer, define_model, first_not_finite, make_trainer
 
 # What a run may not change when it is resumed: the model, and which batch each step takes.
 MODEL = ("width", "layers", "heads", "ngram_bits", "segment_lengths", "dilation_rates")
@@ -53,7 +53,7 @@ DATA = ("seed", "batch_size", "sequence_length")
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--data", metavar="FILE_OR_FOLDER", help="the text; by default the standard library's source")
     add("--mesh", type=parse_mesh, help="mesh axes, such as data=2,fsdp=2,seq=4; by default all devices, seq=8")
@@ -157,22 +157,24 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
         metrics = Metrics(arguments.out / "metrics.csv", checkpoints.step, board) if is_first else None
         steps = range(checkpoints.step, arguments.steps)
         profiled = profiled_steps(steps) if arguments.profile else steps[:0]
-        bar = {"initial": steps.start, "total": steps.stop, "unit": "step", "disable": not is_first}
+        bar = {"initial": steps.start, "total": steps.stop, "unit": "step", "disable": not is_first, "smoothing": 0}
         for step in (progress := tqdm(steps, desc="compiling", **bar)):
             if step in profiled[:1]:
                 jax.profiler.start_trace(arguments.out / "profile")
             begin = time.perf_counter()
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                batch = load(training_rows(corpus.train, step, arguments.seed, shape))
-                state, loss, finite = trainer.step(state, *batch)
+                state, loss, finite = trainer.step(
+                    state, *load(training_rows(corpus.train, step, arguments.seed, shape))
+                )
                 loss = float(loss)
+            leave_out_compiling(progress, step)
             if step in profiled[-1:]:
                 jax.profiler.stop_trace()
             speed = math.prod(shape) / (time.perf_counter() - begin)
             if name := first_not_finite(finite):
                 raise checkpoints.lost(f"step {step + 1}: {name} is not finite", "take a smaller --learning-rate")
             row = dict.fromkeys(COLUMNS, math.nan) | {"step": step + 1, "loss": loss, "tokens_per_second": speed}
-            row["bits_per_byte"] = loss / math.log(2)
+            row |= {"bits_per_byte": loss / math.log(2)}
             is_due = step + 1 == arguments.steps or (step + 1) % arguments.checkpoint_every == 0
             scores = evaluate(state) if is_due else None
             if scores is not None:
@@ -191,6 +193,12 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
         report(arguments.out, rows, yardsticks, arguments.compared)
 
 
+def leave_out_compiling(progress: Any, step: int) -> None:
+    """Lets a bar tell its pace from the second step on: the first one is compiled."""
+    if step == progress.initial:
+        progress.initial, progress.start_t = step + 1, time.time()
+
+
 def report(out: Path, rows: list[Row], yardsticks: dict[str, float], compared: dict[str, list[Row]]) -> None:
     """Draws what the run has written, and prints its end."""
     own = read_positions(out) if (out / POSITIONS).exists() else []  # none where it was at its end when it began
@@ -200,6 +208,7 @@ def report(out: Path, rows: list[Row], yardsticks: dict[str, float], compared: d
         print("--compare is of a run on other held-out text: its bits by position cannot be compared")
     figures = ", ".join(f"{name} {bits:.3f}" for name, bits in yardsticks.items())
     print(f"held-out bits per byte: {figures}, model {rows[-1]['held_out_bits_per_byte']:.3f}")
+    print(f"{out} has loss.png, metrics.csv, {POSITIONS} and checkpoints: go on with --resume, or --sample PROMPT")
 
 
 def load_batch(mesh: Mesh, shape: tuple[int, int], rows: Rows) -> list[jax.Array]:
@@ -240,9 +249,11 @@ def restore(checkpoints: Checkpoints, trainer: Trainer) -> State:
 
 def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
     """Continues the prompt with the last checkpoint, at temperature 0.7."""
-    with open_checkpoints(arguments) as checkpoints:
+    with open_checkpoints(arguments) as checkpoints, jax.set_mesh(mesh):
         trainer = make_trainer(arguments, mesh)
         params = restore(checkpoints, trainer).params
+    # On one device: a prompt is short, and of any length.
+    params = jax.device_get(params)
     before = [SEPARATOR] * (max(NGRAMS) - 1)
     prompt = [SEPARATOR, *arguments.sample.encode()]
     tokens_of = lambda text: jnp.asarray(features(np.array([*before, *text], np.uint8)))[None]  # [1, T, 5]
@@ -282,16 +293,18 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.profile:
         profiled_steps(range(arguments.steps))
+    if arguments.sample is None and not arguments.distributed:  # each of several would see what others write
+        check_writable("--out", arguments.out)
     arguments.compared = {}  # read before hours of training: a folder without is an error
     if arguments.compare is not None:
         if arguments.compare.resolve() == arguments.out.resolve():
             raise ValueError(f"--compare {arguments.compare} is --out, too: give another run's")
         arguments.compared = {str(arguments.compare): read_positions(arguments.compare)}
+    if arguments.sample is not None:
+        print(sample(arguments, mesh).decode(errors="replace"))
+        return
     with jax.set_mesh(mesh):
-        if arguments.sample is not None:
-            print(sample(arguments, mesh).decode(errors="replace"))
-        else:
-            train(arguments, mesh, load_corpus(arguments.data, arguments.sequence_length))
+        train(arguments, mesh, load_corpus(arguments.data, arguments.sequence_length))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

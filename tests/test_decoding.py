@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_model import NGRAMS, ByteModel, features
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
+from parts.byte_model import NGRAMS, ByteModel, features
 
 import ringjax
 

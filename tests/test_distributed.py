@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from distribution import bounding_box, local_region, make_mesh
+from parts.distribution import bounding_box, local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 

@@ -1,17 +1,17 @@
 """Fine-tuning the slide encoder: the same losses on any devices, what is dropped, and runs that are continued."""
 
-import finetune
 import gigapath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finetune import Classifier, Settings, pad, padded_length, rate_scales
 from flax import nnx
-from longnet_layers import Noise, drop
 from oracle import make_mesh
-from slide_encoder import SlideEncoder
-from slides import Slide
+from parts import finetune
+from parts.finetune import Classifier, Settings, pad, padded_length, rate_scales
+from parts.longnet_layers import Noise, drop
+from parts.slide_encoder import SlideEncoder
+from parts.slides import Slide
 
 LENGTHS = 61, 64, 62  # which are padded to one
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_model import NGRAMS, NUM_FEATURES
-from distribution import TOKENS, make_mesh
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parts.byte_model import NGRAMS, NUM_FEATURES
+from parts.distribution import TOKENS, make_mesh
+from parts.training import make_trainer
 from train_lm import parse_arguments
-from training import make_trainer
 
 import ringjax
 from benchmarks.programs import gathers, has_dimension

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gigapath_formula import inputs, parameters
+from parts.torch_checkpoint import to_numpy
 from safetensors.numpy import save_file
 from test_slide_encoder import CASES, RECORDED
 
@@ -90,8 +91,22 @@ def test_parameters_are_copied_by_no_call(files):
             "--weights encoder.npz --tiles wide.npz",
             "has embeddings of width 7, and the encoder takes 24: give those",
         ),
-        ("--out result.txt", "--out result.txt must end in .npz, in a folder that there is"),
-        ("--heatmap nowhere/heat.png", "--heatmap nowhere/heat.png must end in .png"),
+        ("--out result.txt", "--out result.txt must end in .npz"),
+        ("--heatmap nowhere/heat.png", "--heatmap nowhere/heat.png cannot be written (No such file or directory)"),
+        ("--out /proc/x.npz", "--out /proc/x.npz cannot be written (No such file or directory): name another file"),
+        ("--finetune t.csv --checkpoints slide.npz", "--checkpoints slide.npz cannot be written (File exists)"),
+        (
+            "--tiles far.npz --heatmap heat.png",
+            "--heatmap of 3.91e+05 x 3.91e+05 places of --tile-size 256 is too large",
+        ),
+        ("--tiles beyond.npz --heatmap heat.png", "--heatmap of 3.91e+31 x 3.91e+31 places of --tile-size 256 is too"),
+        ("--tiles declared.npz", "--tiles declared.npz says that it holds more than memory has room for: cut it"),
+        ("--tiles declared.h5", "--tiles declared.h5 says that it holds more than memory has room for: cut it"),
+        (
+            "--max-wsi-size 999999999999999",
+            "--max-wsi-size 999999999999999 has 2147483648 tiles or more of --tile-size",
+        ),
+        ("--mesh seq=100000", "--mesh data=1,fsdp=1,tensor=1,seq=100000 simulates 100000 devices: ask for 512 at most"),
         ("--mesh data=2,seq=2", "--mesh data=2 would compute the same on each: one slide is cut along seq alone"),
     ],
 )
@@ -110,6 +125,15 @@ def test_wrong_input(files, monkeypatch, capsys, options, words):
     np.savez(files / "flat.npz", features=np.ones(4), coords=np.ones((4, 2)))
     np.savez(files / "nan.npz", features=np.full((4, 24), np.nan), coords=np.ones((4, 2)))
     np.savez(files / "wide.npz", features=np.ones((4, 7)), coords=np.ones((4, 2)))
+    corners = np.array([[0, 0], [256, 0], [0, 256], [1e8, 1e8]])
+    np.savez(files / "far.npz", features=np.ones((4, 24)), coords=corners)
+    np.savez(files / "beyond.npz", features=np.ones((4, 24)), coords=corners * 1e26)
+    with zipfile.ZipFile(files / "declared.npz", "w") as archive, archive.open("features.npy", "w") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (10**9, 1536)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with h5py.File(files / "declared.h5", "w") as file:
+        file.create_dataset("features", (10**9, 1536), np.float32)
+        file["coords"] = np.ones((4, 2))
     np.savez(files / "code.npz", **{"cls_token": np.array([os.system], dtype=object)})
     before = sorted(files.iterdir())
     with pytest.raises(SystemExit) as ended:
@@ -128,3 +152,18 @@ def test_without_torch(files, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gigapath.main(["--weights", str(files / "encoder.pth")])
     assert "needs torch: pip install torch" in capsys.readouterr().err
+
+
+def test_tensors_without_numbers():
+    class Sparse:
+        dtype, layout, device = "torch.float32", "torch.sparse_coo", "cpu"
+
+        def detach(self):
+            return self
+
+        def __array__(self, *_, **__):
+            raise TypeError("can't convert Sparse layout tensor to numpy")
+
+    words = r"features is no dense tensor with numbers \(torch.sparse_coo torch.float32 on cpu\): save it as one"
+    with pytest.raises(ValueError, match=words):
+        to_numpy({"features": Sparse()})

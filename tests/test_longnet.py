@@ -45,7 +45,7 @@ def test_the_base_configuration():
 @pytest.mark.slow
 def test_the_base_configuration_trains_at_its_length():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "examples" / "longnet.py")]
+    command = [sys.executable, str(ROOT / "examples" / "longnet.py"), "--base", "--steps", "1"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000, check=False)
     assert result.returncode == 0, result.stderr
     assert f"{LENGTH} bytes on 8 devices" in result.stdout

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 from gigapath_formula import CASES, inputs, parameters
 from jax.sharding import AxisType
-from longnet_layers import phantoms
 from oracle import make_mesh
-from slide_encoder import SlideEncoder, segment_lengths_of
+from parts.longnet_layers import phantoms
+from parts.slide_encoder import SlideEncoder, segment_lengths_of
 
 # Made by `python -m benchmarks.peer_outputs gigapath FOLDER`, of the original's own code in float64.
 RECORDED = np.load(Path(__file__).parent / "data" / "gigapath_states.npz")

@@ -22,9 +22,9 @@ from longnet_formula import (
     parameters,
     tokens,
 )
-from longnet_layers import Arrangement, XPos
 from oracle import make_mesh
-from torchscale_longnet import LongNetDecoder, LongNetEncoder
+from parts.longnet_layers import Arrangement, XPos
+from parts.torchscale_longnet import LongNetDecoder, LongNetEncoder
 
 # Made by `python -m benchmarks.peer_outputs longnet FOLDER`, of the original's own code in float64.
 RECORDED = np.load(Path(__file__).parent / "data" / "longnet_states.npz")

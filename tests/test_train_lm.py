@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_lm
-from byte_model import NGRAM_BITS, NGRAMS, NUM_FEATURES, NUM_OF_NGRAM, ByteModel, features
-from corpus import PADDING, Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows, zlib_bits
-from distribution import parse_mesh
 from flax import nnx
-from metrics import read_positions
-from training import Tensors, by_position, first_not_finite
+from parts.byte_model import NGRAM_BITS, NGRAMS, NUM_FEATURES, NUM_OF_NGRAM, ByteModel, features
+from parts.corpus import PADDING, Document, bigram_bits, evaluation_rows, load_corpus, pack, training_rows, zlib_bits
+from parts.distribution import parse_mesh
+from parts.metrics import plot, read_positions
+from parts.options import positive
+from parts.training import Tensors, by_position, first_not_finite
 
 from benchmarks.environment import ROOT
 from benchmarks.training_runs import SMALL, losses
@@ -94,7 +95,7 @@ def text(tmp_path):
 def refused(text, tmp_path, monkeypatch, capsys):
     """Runs the program in this process; returns what it prints as it ends with exit code 2 before it compiles."""
     assert len(jax.devices()) == 8  # made by the tests' own settings, before the program could ask for others
-    monkeypatch.setattr("training.Trainer", lambda *_: pytest.fail("it went on to compile"))
+    monkeypatch.setattr("parts.training.Trainer", lambda *_: pytest.fail("it went on to compile"))
 
     def run(*options):
         out = tmp_path / "out"
@@ -319,3 +320,30 @@ def test_the_first_tensor_that_is_not_finite_is_named():
     assert first_not_finite(Tensors(yes, yes, no, gradient, no)) == "loss"
     assert first_not_finite(Tensors(yes, yes, yes, yes, yes)) is None
     assert first_not_finite(None) is None
+
+
+def test_few_bytes_are_not_drawn(tmp_path, monkeypatch):
+    """A place with a few bytes would flatten the picture of all others."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda self, *args, **kwargs: drawn.append(args))
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)
+    row = {"step": 1, "bits_per_byte": 3.0, "held_out_bits_per_byte": 3.0}
+    places = [
+        {"position": 2**number, "bytes": count, "held_out_bits_per_byte": 2.0, "step": 1}
+        for number, count in enumerate((100_000, 50_000, 12))
+    ]
+    plot(tmp_path / "loss.png", [row], {"bigram table": 4.0, "zlib": 3.5}, {"own": places})
+    assert drawn[-1][0] == [1, 2]
+
+
+@pytest.mark.parametrize("program", ["train_lm", "gigapath", "draw_pattern", "longnet"])
+def test_wrong_options_take_two_lines(program, capsys):
+    parse = __import__(program).parse_arguments
+    with pytest.raises(SystemExit) as ended:
+        parse(["x.svg", "--nothing"] if program == "draw_pattern" else ["--nothing"])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_numbers_may_have_a_unit():
+    assert [positive(text) for text in ("7", "1k", "2M")] == [7, 1024, 2**21]

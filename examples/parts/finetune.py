@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from checkpoints import Checkpoints
-from distribution import on_all_devices, replicate
 from flax import nnx
-from slide_encoder import SlideEncoder
-from slides import Slide, read_slide
 from tqdm import tqdm
+
+from parts.checkpoints import Checkpoints
+from parts.distribution import on_all_devices, replicate
+from parts.slide_encoder import SlideEncoder
+from parts.slides import Slide, read_slide
 
 LAYER_DECAY = 0.95
 WEIGHT_DECAY = 1e-5

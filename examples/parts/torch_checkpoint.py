@@ -15,15 +15,23 @@ _KINDS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": 
 
 
 def to_numpy(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a checkpoint, of NumPy's or torch's; bfloat16, which NumPy has not, as float32."""
+    """Returns the arrays of a checkpoint, of NumPy's or torch's; narrow floats, which NumPy has not, as float32.
 
-    def read(array: Any) -> np.ndarray:
-        if hasattr(array, "detach"):
-            array = array.detach()
-            array = array.float() if str(array.dtype) == "torch.bfloat16" else array
-        return np.asarray(array)
+    Raises:
+      ValueError: for a tensor that is sparse, quantized or without numbers (of the device "meta"), by its name.
+    """
 
-    return {name: read(array) for name, array in state_dict.items()}
+    def read(name: str, array: Any) -> np.ndarray:
+        try:
+            if hasattr(array, "detach"):
+                array = array.detach()
+                array = array.float() if str(array.dtype).startswith(("torch.bfloat16", "torch.float8")) else array
+            return np.asarray(array)
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            layout = f"{getattr(array, 'layout', '')} {getattr(array, 'dtype', '')} on {getattr(array, 'device', '')}"
+            raise ValueError(f"{name} is no dense tensor with numbers ({layout}): save it as one") from error
+
+    return {name: read(name, array) for name, array in state_dict.items()}
 
 
 def fill(model: Model, arrays: dict[str, np.ndarray], names: Mapping[str, str]) -> Model:

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from byte_model import ByteModel
-from corpus import PADDING
-from distribution import TOKENS
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
+
+from parts.byte_model import ByteModel
+from parts.corpus import PADDING
+from parts.distribution import TOKENS
 
 
 class State(NamedTuple):

@@ -99,6 +99,9 @@ def plot(path: Path, rows: list[Row], yardsticks: Mapping[str, float], positions
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend()
     for run, rows_of_run in positions.items():
+        # Of a few bytes the bits say nothing, and would flatten the rest of the picture.
+        most = max((row["bytes"] for row in rows_of_run), default=0)
+        rows_of_run = [row for row in rows_of_run if row["bytes"] >= most / 1000]  # noqa: PLW2901
         places = [row["position"] for row in rows_of_run]
         by_position.plot(places, [row["held_out_bits_per_byte"] for row in rows_of_run], "o-", label=run)
     by_position.set_xscale("log", base=2)

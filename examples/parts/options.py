@@ -2,11 +2,22 @@
 
 import argparse
 import re
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
 
 from ringjax import Segments, Window
 
 KINDS = {"segments": Segments, "window": Window}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in two lines, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit code 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -21,11 +32,44 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: {text})"
 
 
+UNITS = {"k": 2**10, "m": 2**20}
+
+
 def positive(text: str) -> int:
-    """Parses a positive number."""
-    if not text.isdecimal() or int(text) < 1:
+    """Parses a positive number, such as 4096, 4k or 1M."""
+    unit = UNITS.get(text[-1:].lower(), 1)
+    number = text[:-1] if unit > 1 else text
+    if not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
+    return int(number) * unit
+
+
+def check_writable(option: str, path: Path, suffix: str = "") -> None:
+    """Checks that a file can be written, or a folder where no suffix is asked for, and leaves all as it was.
+
+    Raises:
+      ValueError: naming the option, the path and the remedy.
+    """
+    if suffix and path.suffix != suffix:
+        raise ValueError(f"{option} {path} must end in {suffix}")
+    missing = [] if suffix else [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        if suffix:
+            existed = path.exists()
+            with path.open("ab"):
+                pass
+            if not existed:
+                path.unlink()
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+    except OSError as error:
+        kind = "file" if suffix else "folder"
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another {kind}") from None
+    finally:
+        for folder in filter(Path.exists, missing):
+            folder.rmdir()
 
 
 def seed(text: str) -> int:

@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
-from longnet_layers import Arrangement, Padding, XPos, make_layers, phantoms, run_layers
-from torch_checkpoint import fill, to_numpy
 
 import ringjax
+from parts.longnet_layers import Arrangement, Padding, XPos, make_layers, phantoms, run_layers
+from parts.torch_checkpoint import fill, to_numpy
 
 _FIRST_POSITION = 2  # torchscale's learned positions begin there, as fairseq's do
 

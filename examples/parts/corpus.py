@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from byte_model import NGRAMS, features
+
+from parts.byte_model import NGRAMS, features
 
 SEPARATOR = 0  # the byte before and after each document
 PADDING = -1

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from longnet_layers import Padding
-from torch_checkpoint import fill, to_numpy
-from torchscale_longnet import NAMES as NAMES_OF_LONGNET
-from torchscale_longnet import LongNetEncoder
 
 import ringjax
+from parts.longnet_layers import Padding
+from parts.torch_checkpoint import fill, to_numpy
+from parts.torchscale_longnet import NAMES as NAMES_OF_LONGNET
+from parts.torchscale_longnet import LongNetEncoder
 
 RATES = (1, 2, 4, 8, 16)
 NAMES = {"patch": "patch_embed.proj", "cls_token": "cls_token", "norm": "norm"}

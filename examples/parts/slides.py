@@ -1,5 +1,6 @@
 """Slides and checkpoints in files: what is read is checked, and nothing in a file can run code."""
 
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch_checkpoint import to_numpy
+
+from parts.torch_checkpoint import to_numpy
 
 NAMES = "features", "coords"
 
@@ -31,7 +33,10 @@ def read_slide(path: Path, option: str = "--tiles") -> Slide:
             raise ValueError(
                 f"{option} {path} has no {name}, but {', '.join(arrays) or 'nothing'}: give it 'features' and 'coords'"
             )
-    arrays = to_numpy({name: arrays[name] for name in NAMES})
+    try:
+        arrays = to_numpy({name: arrays[name] for name in NAMES})
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: {error}") from error
     slide = Slide(*(_numbers(array, name, f"{option} {path}") for name, array in arrays.items()))
     if slide.embeddings.ndim != 2 or slide.coordinates.shape != (len(slide.embeddings), 2) or not slide.embeddings.size:
         shapes = slide.embeddings.shape, slide.coordinates.shape
@@ -52,7 +57,10 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     readers = {".pth": _read_torch, ".pt": _read_torch, ".safetensors": _read_safetensors, ".npz": _read_npz}
     arrays = _read(path, "--weights", readers)
     model = arrays.get("model")
-    return to_numpy(model if isinstance(model, Mapping) else arrays)
+    try:
+        return to_numpy(model if isinstance(model, Mapping) else arrays)
+    except ValueError as error:
+        raise ValueError(f"--weights {path}: {error}") from error
 
 
 def synthetic_slide(num_tiles: int, width: int) -> Slide:
@@ -85,6 +93,8 @@ def _read(path: Path, option: str, readers: Mapping[str, Any]) -> Any:
     except pickle.UnpicklingError as error:
         words = "holds more than arrays, which could run code: save a state_dict() alone"
         raise ValueError(f"{option} {path} {words}") from error
+    except MemoryError as error:
+        raise ValueError(f"{option} {path} says that it holds more than memory has room for: cut it") from error
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).strip().splitlines()
         raise ValueError(f"{option} {path} cannot be read ({reason[0] if reason else type(error).__name__})") from error
@@ -94,7 +104,16 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
     import h5py  # noqa: PLC0415  # only where such files are read
 
     with h5py.File(path) as file:
-        return {name: np.asarray(file[name]) for name in NAMES if name in file}
+        found = {name: file[name] for name in NAMES if name in file}
+        # The system gives addresses for more than there is, and ends the process when they are used.
+        if sum(getattr(array, "nbytes", 0) for array in found.values()) > _memory():
+            raise MemoryError
+        return {name: np.asarray(array) for name, array in found.items()}
+
+
+def _memory() -> int:
+    """Returns the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

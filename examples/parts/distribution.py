@@ -7,15 +7,16 @@ import os
 from typing import TypeVar
 
 import jax
-from corpus import Region
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax
+from parts.corpus import Region
 
 Model = TypeVar("Model", bound=nnx.Module)
 Arrays = TypeVar("Arrays")
+MOST_SIMULATED = 512  # devices of one CPU: more take minutes to start
 AXES = ("data", "fsdp", "seq", "tensor")
 TOKENS = P(("data", "fsdp"), "seq")  # how tokens [B, T] lie on the mesh
 
@@ -65,6 +66,8 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
     wanted = math.prod(sizes.values()) if sizes else 8
     if sizes and wanted % (num_processes or 1):
         raise ValueError(f"--mesh {_text(sizes)} has {wanted} devices, which {num_processes} processes cannot share")
+    if wanted > MOST_SIMULATED and jax.default_backend() == "cpu":
+        raise ValueError(f"--mesh {_text(sizes or {})} simulates {wanted} devices: ask for {MOST_SIMULATED} at most")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         with contextlib.suppress(RuntimeError):  # raised if the devices exist already
             jax.config.update("jax_num_cpu_devices", wanted // (num_processes or 1))
