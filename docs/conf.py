@@ -1,7 +1,6 @@
 """How the site is built: `sphinx-build -W docs FOLDER`. Every cell runs, on eight simulated devices."""
 
 import inspect
-import json
 import os
 import sys
 from importlib.metadata import version as version_of
@@ -24,7 +23,7 @@ copyright = author
 release = version_of("ringjax")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "_templates", "pictures.py"]
+exclude_patterns = ["_build", "_templates", "*.py"]
 templates_path = ["_templates"]
 suppress_warnings = ["config.cache"]
 
@@ -36,7 +35,7 @@ html_theme_options = {
     "source_directory": "docs/",
 }
 
-myst_enable_extensions = ["colon_fence", "deflist", "substitution"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_timeout = 300
@@ -49,31 +48,6 @@ autodoc_typehints = "none"  # docstrings say what each argument is
 autosummary_generate = True
 default_role = "code"
 napoleon_use_rtype = False
-
-
-def results() -> dict[str, dict[str, dict[str, str]]]:
-    """Returns the figures of the benchmarks: of each file, each row named by its texts, and each column.
-
-    Shares are there in percent as well. A row of its own says what they were measured on.
-    """
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        result = json.loads(path.read_text())
-        rows = found[path.stem] = {"measured on": {"processor": result.get("processor", ""), **result["versions"]}}
-        for row in result["rows"]:
-            name = ", ".join(value for value in row.values() if isinstance(value, str))
-            figures = {key: value for key, value in row.items() if isinstance(value, int | float)}
-            rows[name] = {key: _digits(value) for key, value in figures.items()}
-            rows[name] |= {f"{key}, percent": f"{100 * value:.3g} %" for key, value in figures.items()}
-    return found
-
-
-def _digits(value: float) -> str:
-    return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-# In a page: {{ ring_speed["ring over one device, forward"]["ratio of rates"] }}
-myst_substitutions = results()
 
 
 def show_arguments(app: Any, what: str, name: str, value: Any, options: Any, signature: Any, returns: Any) -> Any:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import draw_pattern
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import pytest
 import train_lm
+from figures import with_figures
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
@@ -120,11 +122,65 @@ def test_the_figures_of_a_gpu_in_the_readme_are_measured():
         assert f"{min(figures):.2g} to {max(figures):.2g} times {words}" in README
 
 
-def test_links_of_the_readme_lead_to_pages_of_the_site():
-    pages = re.findall(r"ringjax\.readthedocs\.io/en/latest/([\w/]+)\.html", README)
-    assert len({*pages}) > 10
-    for page in pages:
-        assert any((ROOT / "docs" / f"{page}{suffix}").exists() for suffix in (".md", ".ipynb")), page
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+
+
+def anchor(heading):
+    """The name by which links reach a heading, on a git host and on the site."""
+    words = re.sub(r"[`*]|<!--.*?-->", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words.strip().lower()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(page):
+    """In the repository, where pages are read as well as on the site; nothing is fetched."""
+    links = re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text())
+    relative = [(page.parent / path if path else page, name) for path, name in links if "://" not in path]
+    for path, name in relative:
+        assert path.exists(), path
+        if name and path.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert name[1:] in map(anchor, headings), f"{path}{name}"
+    assert relative or page.name != "README.md"
+
+
+def test_the_readme_of_the_index_has_whole_links():
+    """Those of pages lead to the site, that of the picture to the picture."""
+    hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+    text = README
+    for rule in hook["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 20
+    assert all(link.startswith("https://") for link in links)
+    assert "https://ringjax.readthedocs.io/en/latest/notebooks/first_steps.html" in links
+    assert "https://raw.githubusercontent.com/ringjax/ringjax/main/docs/pattern.svg" in links
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_figures_of_pages_are_those_measured_last(page):
+    """`python docs/figures.py` writes them; a page without them is unreadable on a git host."""
+    text = page.read_text()
+    assert "{{" not in text
+    assert with_figures(text) == text
+
+
+def test_code_of_the_front_page():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 10
+    result = run_code(block, JAX_NUM_CPU_DEVICES="8")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "(1, 4096, 64)\n"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
+def test_notebooks_have_their_outputs(path):
+    """Of each cell that prints or draws, and nothing of the machine that ran it."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert sum(bool(cell["outputs"]) for cell in cells) >= len(cells) / 2
+    text = json.dumps([cell["outputs"] for cell in cells])
+    assert not re.search(r"/root/|/tmp/|/home/|site-packages|\d\d:\d\d:\d\d", text)
+    assert not any({"execution", "ExecuteTime"} & {*cell["metadata"]} for cell in cells)
 
 
 def test_each_guarantee_names_the_tests_that_hold_it():
