@@ -29,6 +29,8 @@ suppress_warnings = ["config.cache"]
 
 html_theme = "furo"
 html_title = "ringjax"
+html_static_path = ["_static"]
+html_css_files = ["pictures.css"]
 html_theme_options = {
     "source_repository": "https://github.com/ringjax/ringjax/",
     "source_branch": "main",
