@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 
 mpl.use("agg")
-from parts.options import Formatter, Parser, branch, in_options, positive
+from parts.options import Formatter, Parser, branch, check_writable, in_options, positive
 
 from ringjax import DilatedPattern, Segments
 
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; wrong input ends it with exit code 2."""
     arguments = parse_arguments(argv)
     try:
+        check_writable("FILE", arguments.path, arguments.path.suffix or ".svg")
         draw(arguments)
     except (ValueError, OSError) as error:
         print(f"draw_pattern.py: error: {in_options(error, OPTIONS)}", file=sys.stderr)

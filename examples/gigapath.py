@@ -89,10 +89,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 0 and less than 1"
             )
-    if (arguments.max_wsi_size / arguments.tile_size) ** 2 >= MOST_TILES:
+    if (arguments.max_wsi_size // arguments.tile_size) ** 2 >= MOST_TILES:
         raise ValueError(
-            f"--max-wsi-size {arguments.max_wsi_size} has {MOST_TILES} tiles or more of --tile-size "
-            f"{arguments.tile_size}: give a smaller slide, or larger tiles"
+            f"--max-wsi-size {arguments.max_wsi_size} holds 2^31 or more tiles of --tile-size {arguments.tile_size}: "
+            "give a smaller slide, or larger tiles"
         )
     for name, suffix in (("out", ".npz"), ("heatmap", ".png"), ("checkpoints", "")):
         if getattr(arguments, name) is not None:

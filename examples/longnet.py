@@ -85,17 +85,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
-    add("--base", action="store_true", help="the configuration of the paper, instead of the four numbers below")
+    add("--base", action="store_true", help="the paper's, instead of --length, --width, --layers and --heads")
     add("--length", type=positive, default=4096, help="bytes of the sequence, a multiple of 16")
     add("--width", type=positive, default=96, help="width of the model, a multiple of --heads")
     add("--layers", type=positive, default=2, help="layers of the model")
     add("--heads", type=positive, default=12, help="attention heads: 12 have a token of each of the rates, up to 12")
     add("--steps", type=positive, default=2, help="steps of training")
     arguments = parser.parse_args(argv)
-    if arguments.length % 16 or arguments.width % arguments.heads:
-        parser.error(
-            f"--length {arguments.length} and --width {arguments.width} must be multiples of 16 and of --heads"
-        )
+    if arguments.base:
+        return arguments
+    if arguments.length % 16:
+        parser.error(f"--length {arguments.length} is no multiple of 16")
+    if arguments.width % arguments.heads:
+        parser.error(f"--width {arguments.width} is no multiple of --heads {arguments.heads}")
     return arguments
 
 

@@ -195,7 +195,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
 
 def leave_out_compiling(progress: Any, step: int) -> None:
     """Lets a bar tell its pace from the second step on: the first one is compiled."""
-    if step == progress.initial:
+    if not progress.disable and step == progress.initial:
         progress.initial, progress.start_t = step + 1, time.time()
 
 
@@ -253,7 +253,7 @@ def sample(arguments: argparse.Namespace, mesh: Mesh) -> bytes:
         trainer = make_trainer(arguments, mesh)
         params = restore(checkpoints, trainer).params
     # On one device: a prompt is short, and of any length.
-    params = jax.device_get(params)
+    params = jax.device_put(jax.device_get(params), jax.devices()[0])
     before = [SEPARATOR] * (max(NGRAMS) - 1)
     prompt = [SEPARATOR, *arguments.sample.encode()]
     tokens_of = lambda text: jnp.asarray(features(np.array([*before, *text], np.uint8)))[None]  # [1, T, 5]

@@ -152,7 +152,8 @@ def ring_dilated_attention(
       mesh: the mesh to run on.
       axis_name: the mesh axis that the sequence is sharded along.
       spec: how query lies on the mesh, such as ``P("data", "seq", "tensor")``; key and value lie likewise. By default
-        what the arrays' types say. Where the mesh has other Auto axes, ``"cudnn"`` and ``"mosaic"`` need it.
+        what the arrays' types say. Where the mesh has other Auto axes, ``"cudnn"`` and ``"mosaic"`` need it. Without a
+        mesh it means nothing.
 
     Returns:
       The output [..., T, N, V] in query's dtype. Where the mesh divides T, it is sharded along the sequence, even if

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -54,6 +55,28 @@ def test_what_is_wrong(one_program, monkeypatch, capsys):
         assert not check.print_check()
     assert "WRONG  ring, windows" in capsys.readouterr().out
     jax.clear_caches()
+
+
+def test_what_fails(one_program, monkeypatch, capsys):
+    """The others are checked all the same."""
+    monkeypatch.setattr(Xla, "finish", lambda *_: 1 / 0)
+    jax.clear_caches()
+    with jax.enable_x64(False):
+        assert not check.print_check()
+    printed = capsys.readouterr().out
+    assert "FAILED  ring, windows" in printed
+    assert "xla, ring, windows, sinks, cap, grouped heads, float32: ZeroDivisionError: division by zero" in printed
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 8, 16])
+def test_devices_divide_the_tokens(count):
+    device = types.SimpleNamespace(platform="cpu")
+    program = Program("ring", "windows", False, True, True, False, True, "float32")
+    for platform in ("cpu", "cuda"):
+        device.platform = platform
+        length, *_ = check._sizes(program, [device] * count)
+        assert length % (32 * count) == 0
 
 
 @pytest.mark.slow

@@ -161,6 +161,8 @@ def test_whole_sequences_inside_the_callers_shard_map_are_refused():
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data", "seq"))
     with pytest.raises(ValueError, match="query, key and value are the same on all devices of axis_name='seq'"):
         mapped(array, array, array)
+    alone = jax.shard_map(attend, mesh=make_mesh(data=2, seq=1), in_specs=P("data"), out_specs=P("data", "seq"))
+    assert alone(array, array, array).shape == array.shape  # one device has all of the sequence
 
 
 @pytest.mark.quick("explicit")

@@ -285,3 +285,10 @@ def test_rates_do_not_count_tokens():
         Window(4, 0)
     with pytest.raises(ValueError, match="lengths count tokens, rates say of how many one is kept"):
         DilatedPattern.of_lengths((4,), (0,))
+
+
+def test_offsets_that_keep_the_same_tokens_in_all_heads_are_said():
+    """A lower rate is no remedy there."""
+    pattern = DilatedPattern([Segments(256), Segments(4096, 8)], offsets="branch")
+    with warning_anew(), pytest.warns(ReachWarning, match="so use offsets='interleaved', which keeps other tokens in"):
+        warn_of_reach(pattern, 4096, 8, True)

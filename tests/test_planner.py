@@ -292,11 +292,11 @@ def test_the_command(capsys, tmp_path):
         ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg cannot be written (No such file or directory)"),
         ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),
         ("--measure /nowhere/x", "--measure /nowhere/x cannot be written (No such file or directory)"),
-        ("--json --compile", "--json prints figures alone: leave it or --compile out"),
+        ("--json --compile", "--json prints figures alone: leave out --json or --compile"),
         ("--target-config /nowhere", "--target-config says what --compile compiles for: give both or neither"),
         ("--device /proc/self/mem", "--device '/proc/self/mem' is no file of figures ("),
         ("--plot /proc/x.png", "--plot /proc/x.png cannot be written (No such file or directory)"),
-        ("--measure /tmp", "--measure /tmp cannot be written (Is a directory): name a file in a folder"),
+        ("--measure /tmp", "--measure /tmp cannot be written (Is a directory): name another file"),
         ("--device v5e:4x4 --mesh seq=8", "--device v5e:4x4 has 16 devices, and --mesh 8: make these equal"),
         ("--compile --target-config /nowhere", "--target-config /nowhere is no file: give one in XLA's text format"),
     ):
@@ -581,6 +581,33 @@ def test_explaining_leaves_warnings_as_they_were(order):
         else:
             with pytest.warns(ReachWarning):
                 call()
+
+
+def test_explaining_says_a_warning_once_and_gives_none():
+    """Of a short reach, which the table has too, and of "auto" on devices of which no figures are known."""
+    shape = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
+    mine = dataclasses.replace(MACHINES["H100"], name="my box")
+    options = {"pattern": [Segments(4), Segments(64, 16)], "strategy": "auto", "mesh": make_mesh(seq=8)}
+    with warning_anew(), warnings.catch_warnings(action="error"):
+        explained = explain(shape, shape, shape, **options, device=mine)
+    assert len(explained.warnings) == 2
+    text = " ".join(str(explained).split())
+    assert text.count("of the queries see beyond their smallest branch, of 4 tokens") == 1
+    assert text.count("the figures of 'my box' are not known") == 1
+    ((comparison, _),) = explained.calls
+    own, ring, *_ = comparison.forecasts
+    assert (own.strategy, own.num_bytes("forward")) == ("auto (this call)", ring.num_bytes("forward"))
+
+
+def test_what_cannot_be_pasted_is_not_offered():
+    """A module whose values have another width, and each branch its own where a call would take the ring."""
+    size = {"num_tokens": 2**20, "num_heads": 32, "num_kv_heads": 8, "is_causal": True, "mesh": 16}
+    pattern = [Window(4096), Segments(2**20, 8)]
+    assert plan(pattern, **size, device="v5p").best.strategy == "auto"
+    mine = dataclasses.replace(MACHINES["v5p"], name="my box")
+    assert plan(pattern, **size, device=mine).best.strategy != "auto"
+    assert "RingDilatedAttention" in str(plan(pattern, **size))
+    assert "RingDilatedAttention" not in str(plan(pattern, **size, value_dim=64))
 
 
 def test_explaining_changes_no_call():

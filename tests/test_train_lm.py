@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import re
 import shutil
 import types
@@ -19,6 +20,7 @@ from parts.distribution import parse_mesh
 from parts.metrics import plot, read_positions
 from parts.options import positive
 from parts.training import Tensors, by_position, first_not_finite
+from tqdm import tqdm
 
 from benchmarks.environment import ROOT
 from benchmarks.training_runs import SMALL, losses
@@ -343,6 +345,14 @@ def test_wrong_options_take_two_lines(program, capsys):
         parse(["x.svg", "--nothing"] if program == "draw_pattern" else ["--nothing"])
     assert ended.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_bar_that_is_not_shown_has_no_pace():
+    """That of all processes but the first."""
+    for is_shown in (True, False):
+        with tqdm(total=3, file=io.StringIO(), disable=not is_shown) as bar:
+            train_lm.leave_out_compiling(bar, 0)
+            assert not is_shown or bar.initial == 1
 
 
 def test_numbers_may_have_a_unit():

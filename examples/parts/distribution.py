@@ -66,7 +66,7 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
     wanted = math.prod(sizes.values()) if sizes else 8
     if sizes and wanted % (num_processes or 1):
         raise ValueError(f"--mesh {_text(sizes)} has {wanted} devices, which {num_processes} processes cannot share")
-    if wanted > MOST_SIMULATED and jax.default_backend() == "cpu":
+    if wanted // (num_processes or 1) > MOST_SIMULATED and jax.default_backend() == "cpu":
         raise ValueError(f"--mesh {_text(sizes or {})} simulates {wanted} devices: ask for {MOST_SIMULATED} at most")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         with contextlib.suppress(RuntimeError):  # raised if the devices exist already

@@ -1,6 +1,8 @@
 """What command lines of several programs share: numbers, branches, and errors in the words of options."""
 
 import argparse
+import contextlib
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -52,15 +54,16 @@ def check_writable(option: str, path: Path, suffix: str = "") -> None:
     """
     if suffix and path.suffix != suffix:
         raise ValueError(f"{option} {path} must end in {suffix}")
-    missing = [] if suffix else [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing: list[Path] = []
     try:
         if suffix:
-            existed = path.exists()
+            existed = os.path.lexists(path)
             with path.open("ab"):
                 pass
             if not existed:
                 path.unlink()
         else:
+            missing = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
@@ -68,8 +71,9 @@ def check_writable(option: str, path: Path, suffix: str = "") -> None:
         kind = "file" if suffix else "folder"
         raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another {kind}") from None
     finally:
-        for folder in filter(Path.exists, missing):
-            folder.rmdir()
+        with contextlib.suppress(OSError):  # where another run has begun there
+            for folder in missing:
+                folder.rmdir()
 
 
 def seed(text: str) -> int:

@@ -1,5 +1,6 @@
 """Slides and checkpoints in files: what is read is checked, and nothing in a file can run code."""
 
+import math
 import os
 import pickle
 import zipfile
@@ -111,8 +112,10 @@ def _read_h5(path: Path) -> dict[str, np.ndarray]:
         return {name: np.asarray(array) for name, array in found.items()}
 
 
-def _memory() -> int:
-    """Returns the bytes of this machine's memory."""
+def _memory() -> float:
+    """Returns the bytes of this machine's memory, as far as it says."""
+    if not hasattr(os, "sysconf"):
+        return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

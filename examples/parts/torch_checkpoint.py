@@ -24,7 +24,7 @@ def to_numpy(state_dict: Mapping[str, Any]) -> dict[str, np.ndarray]:
     def read(name: str, array: Any) -> np.ndarray:
         try:
             if hasattr(array, "detach"):
-                array = array.detach()
+                array = array.detach().cpu()
                 array = array.float() if str(array.dtype).startswith(("torch.bfloat16", "torch.float8")) else array
             return np.asarray(array)
         except (TypeError, RuntimeError, NotImplementedError) as error:

@@ -97,7 +97,8 @@ class Decoder:
 
         if axis_name is None:
             return take(branch.row)
-        # Each shard in turn is sent its rows, so that no more than those of one are on any device.
+        # Each shard in turn is sent its rows, so that no more than those of one are on any device. They go in float32
+        # at least, but once for a prompt.
         first = jnp.arange(branch.row.size, dtype=jnp.int32)
 
         def send(receiver: Any, own: Array) -> Array:

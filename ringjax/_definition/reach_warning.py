@@ -37,7 +37,7 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_ca
 
 
 def find_problem(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> str | None:
-    """Returns what to say where fewer than half of the queries that could see beyond their smallest branch do, or None.
+    """Returns the warning's text if fewer than half of the queries that could see beyond their smallest branch do.
 
     Those could that would with rates of 1. They are counted in a sequence as long as the longest branch at least: one
     that ends soon, or is short for once, says nothing of its pattern.
@@ -50,12 +50,14 @@ def find_problem(pattern: DilatedPattern, length: int, num_kv_heads: int, is_cau
     if share >= most / 2:
         return None
     widest: Any = max(pattern.branches, key=lambda branch: branch.offset_rate)
-    served = dataclasses.replace(widest, rate=num_kv_heads)
+    served = dataclasses.replace(widest, rate=min(widest.rate, num_kv_heads))
+    remedy = f"use rates up to the number of key/value heads, such as {served}, more key/value heads"
+    if pattern.offsets != "interleaved":
+        remedy = "use offsets='interleaved', which keeps other tokens in each head, lower rates"
     return (
         f"{share:.0%} of the queries see beyond their smallest branch, of {smallest} tokens, in any of the "
         f"{num_kv_heads} key/value heads, where {most:.0%} would with rates of 1: in segments a head keeps one token "
-        f"of each rate, so use rates up to the number of key/value heads, such as {served}, more key/value heads, or a "
-        "window with a rate"
+        f"of each rate, so {remedy}, or a window with a rate"
     )
 
 

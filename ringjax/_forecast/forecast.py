@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ringjax._definition.warning import warn_once
 from ringjax._forecast.call import Call
 from ringjax._forecast.factors import ON_GPUS, ON_TPUS
-from ringjax._forecast.machine import Machine
+from ringjax._forecast.machine import Machine, known_machine
 from ringjax._forecast.memory import peak_bytes
 from ringjax._schedule.cost import (
     Direction,
@@ -142,7 +142,8 @@ def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
     the same call is always served the same way.
     """
     candidates = all_forecasts(call, machine, has_gradient)
-    if not call.work.has_one_branch:
+    # "auto", each branch its own, is the ring on devices that a call does not know.
+    if not call.work.has_one_branch and known_machine(machine.platform, machine.name) is not None:
         best = [_best_of(call, number, machine, has_gradient) for number in range(len(call.pattern.branches))]
         schedules = tuple(schedule for schedule in best if schedule is not None)
         if len(schedules) == len(best):

@@ -186,7 +186,8 @@ def known_machine(platform: str, kind: str) -> Machine | None:
     Platforms are named as programs are lowered for them: "cuda", not "gpu".
     """
     if platform == "tpu":
-        return MACHINES.get(_TPU_KINDS.get(kind.lower().removeprefix("tpu").strip(), ""))
+        own, _, _ = kind.lower().removeprefix("tpu").partition(",")  # behind it, "measured"
+        return MACHINES.get(_TPU_KINDS.get(own.strip(), ""))
     names = [name for name, machine in MACHINES.items() if machine.platform == platform == "cuda"]
     found = next((name for name in names if re.search(rf"\b{name}\b", kind, re.IGNORECASE)), None)
     return MACHINES.get("cpu" if platform == "cpu" else found or "")

@@ -104,7 +104,8 @@ def _obstacle(request: Request, schedule: BranchSchedule, name: str) -> str | No
 def _warn_of_untried(schedules: Schedules, request: Request) -> None:
     """Warns, once, of kernels that would serve if a device had run them."""
     for name in UNTRIED:
-        if any(_obstacle(request, schedule, name) is None for schedule in schedules):
+        is_here = IMPLEMENTATIONS[name].platform == request.platform
+        if is_here and any(_obstacle(request, schedule, name) is None for schedule in schedules):
             warn_once(
                 "untried kernels",
                 f"XLA computes attention on platform {request.platform!r}: there are faster kernels, but no device has "

@@ -96,7 +96,7 @@ class Mosaic(KernelImplementation):
 
     def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
         """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
-        # Masks tell positions: in which order the halves of a balanced shard lie is nothing to them.
+        # Masks tell positions: the order of a balanced shard's halves does not matter to them.
         whole = schedule.in_whole_chunks()
         schedule = dataclasses.replace(whole, tile_rows=self.tile_rows(request), sorts_halves=False)
         return schedule.in_groups(GROUP_TOKENS) if self.traits.copies_rows else schedule
@@ -297,15 +297,13 @@ class MosaicGpu(Mosaic):
         if jax.__version_info__ < FIRST_JAX:
             needed, python = (".".join(map(str, version)) for version in (FIRST_JAX, FIRST_PYTHON))
             return f"on GPUs it needs jax {needed}, which needs Python {python}, and this is jax {jax.__version__}"
-        if (reason := ptxas.obstacle()) is not None:
-            return reason
         widths = request.query.shape[-1], request.value.shape[-1]
         if max(widths) > MOST_WIDTH:
             return (
                 f"on GPUs heads may be at most {MOST_WIDTH} wide in query and in value: "
                 f"they are {widths[0]} and {widths[1]}"
             )
-        return None
+        return ptxas.obstacle()
 
     def tile_rows(self, request: Request) -> tuple[int, int]:
         """Returns the most rows of tiles of queries and of keys: those that registers have room for."""

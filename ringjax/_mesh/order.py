@@ -40,8 +40,8 @@ def scan(step: Callable[[Any, Any], tuple[Any, None]], carry: Any, numbers: Arra
     """Returns what the steps of a loop make of its carry, for each of the numbers.
 
     On TPUs two steps are one trip: XLA would else copy what a trip receives, before the next one sends it. On GPUs such
-    trips take more memory, and their permutes do not overlap. A loop stays one, of two trips at least: beside it XLA
-    would merge the permutes of the backward with those of the forward, and keep every shard alive in between.
+    trips take more memory, and their permutes do not overlap. At least two trips remain, so that it stays a loop:
+    unrolled whole, XLA would merge the backward's permutes with the forward's, and keep every shard alive in between.
     """
     unroll = 2 if platform == "tpu" and len(numbers) >= 4 else 1
     carry, _ = jax.lax.scan(step, carry, numbers, unroll=unroll)

@@ -71,7 +71,9 @@ class Placement(NamedTuple):
           ValueError: naming the axis and the remedy.
         """
         axis = self.axis_name
-        if axis is None or axis in self.mapped or axis not in varying_axes(jax.lax.axis_index(axis)):
+        if axis is None or axis in self.mapped or self.num_shards == 1:
+            return
+        if axis not in varying_axes(jax.lax.axis_index(axis)):  # of a shard_map that does not check
             return
         if not any(axis in varying_axes(array) for array in arrays):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -27,6 +28,7 @@ from ringjax._mesh.mesh import lowered_platform
 _WIDTH, _CAP, _DROPOUT = 64, 2.0, 0.1
 # The tokens of a device: on accelerators several tiles of a kernel, on CPUs few, as they compute the oracle too.
 _TOKENS, _TOKENS_ON_CPUS, _TOKENS_OF_ONE = 256, 32, 2048
+_MOST_DEVICES = 16
 # The largest error over the largest number of a result. Products of bfloat16 are of 8 bits.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
 RESULTS = "out", "lse", "dquery", "dkey", "dvalue"
@@ -52,44 +54,60 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a program by an implementation came to: the error of each result, and its time over that of XLA."""
+    """What a program by an implementation came to: the error of each result, and its time over that of XLA.
+
+    If it could not be computed, `failure` says why.
+    """
 
     program: Program
     implementation: str
-    errors: tuple[float, ...]
-    time_over_xla: float | None
+    errors: tuple[float, ...] = ()
+    time_over_xla: float | None = None
+    failure: str | None = None
 
     @property
     def is_right(self) -> bool:
-        """Whether no error is above its bound."""
-        return max(self.errors) <= BOUNDS[self.program.dtype]
+        """Whether it was computed, and no error is above its bound."""
+        return self.failure is None and max(self.errors) <= BOUNDS[self.program.dtype]
 
 
-def check(take_all: bool = False, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, Found | None]]:
-    """Gives, for each program that is checked, what is under way and then what it came to.
+def check(take_all: bool = False, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, list[Found]]]:
+    """Gives, before each program, its name with an empty list, and after it what its implementations came to.
 
     Args:
       take_all: whether to take all programs; else few, which have all pairs of what two of them may use.
-      devices: the devices; all by default.
+      devices: the devices; by default all, and of more than 16 the first 16, as the definition takes memory for the
+        square of their tokens.
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = list(jax.devices()[:_MOST_DEVICES] if devices is None else devices)
     candidates = [Program(*choices) for choices in itertools.product(*_levels(len(devices)))]
-    plan = []
-    for name in sorted(NAMES, key="xla".__eq__):  # XLA's last: it shares the oracle of the others' programs
+    names_of: dict[Program, list[str]] = {}
+    for name in NAMES:
         served = [program for program in candidates if _serves(program, name, devices)]
-        plan += [(program, name) for program in (served if take_all else cover(served))]
-    plan.sort(key=lambda one: candidates.index(one[0]))
-    for number, (program, same) in enumerate(itertools.groupby(plan, key=lambda one: one[0])):
-        names = [name for _, name in same]
-        yield f"{number + 1} of {len({one for one, _ in plan})}: {program}", None
-        oracle = _oracle(program, len(devices))
-        calls = {name: _compile(program, name, devices) for name in names}
-        if devices[0].platform != "cpu" and names != ["xla"]:
-            calls |= {} if "xla" in calls else {"xla": _compile(program, "xla", devices)}
-        seconds = {name: _seconds(call) for name, call in calls.items()} if devices[0].platform != "cpu" else {}
-        for name in names:
-            ratio = seconds[name] / seconds["xla"] if "xla" in seconds else None
-            yield "", Found(program, name, _errors(jax.device_get(calls[name]()), oracle), ratio)
+        for program in served if take_all else cover(served):
+            names_of.setdefault(program, []).append(name)
+    for number, program in enumerate(sorted(names_of, key=candidates.index)):
+        title = f"{number + 1} of {len(names_of)}: {program}"
+        yield title, []
+        yield title, _check_program(program, names_of[program], devices)
+
+
+def _check_program(program: Program, names: Sequence[str], devices: Sequence[Any]) -> list[Found]:
+    """Returns what a program came to by each of some implementations."""
+    oracle, is_timed = _oracle(program, devices), devices[0].platform != "cpu" and [*names] != ["xla"]
+    seconds_of_xla, founds = None, []
+    for name in dict.fromkeys(["xla", *names] if is_timed else names):
+        try:
+            call = _compile(program, name, devices)
+            errors = _errors(jax.device_get(call()), oracle)
+            seconds = _seconds(call) if is_timed else None
+        except Exception as error:  # of any kind: the others are to be checked all the same
+            first = str(error).strip().partition("\n")[0]
+            founds.append(Found(program, name, failure=f"{type(error).__name__}: {first}"))
+            continue
+        seconds_of_xla = seconds if seconds_of_xla is None else seconds_of_xla
+        founds.append(Found(program, name, errors, seconds / seconds_of_xla if seconds and seconds_of_xla else None))
+    return [found for found in founds if found.implementation in names]
 
 
 def _levels(num_devices: int) -> tuple[Sequence[Any], ...]:
@@ -114,13 +132,14 @@ def cover(candidates: Sequence[Program]) -> list[Program]:
     return sorted(min(map(greedy, orders), key=len), key=candidates.index)
 
 
-def _sizes(program: Program, num_devices: int) -> tuple[int, int, int]:
+def _sizes(program: Program, devices: Sequence[Any]) -> tuple[int, int, int]:
     """Returns the tokens, the query heads and the key/value heads."""
-    if jax.default_backend() == "cpu":
-        length = _TOKENS_ON_CPUS * max(8, num_devices)
+    if devices[0].platform == "cpu":
+        least = _TOKENS_ON_CPUS * max(8, len(devices))
     else:
-        length = max(_TOKENS_OF_ONE, _TOKENS * num_devices)
-    return length, 4, 2 if program.has_groups else 4
+        least = max(_TOKENS_OF_ONE, _TOKENS * len(devices))
+    multiple = 32 * len(devices)  # of what patterns divide the tokens by, on each device
+    return -(-least // multiple) * multiple, 4, 2 if program.has_groups else 4
 
 
 def _branches(program: Program, length: int) -> list[Branch]:
@@ -134,7 +153,7 @@ def _branches(program: Program, length: int) -> list[Branch]:
 def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bool:
     """Whether an implementation can compute a program, found from integers alone."""
     count = len(devices) if program.strategy else 1
-    length, num_heads, num_kv_heads = _sizes(program, len(devices))
+    length, num_heads, num_kv_heads = _sizes(program, devices)
     shape = lambda heads: jax.ShapeDtypeStruct((1, length, heads, _WIDTH), program.dtype)
     used = {
         "document_ids": program.has_documents,
@@ -169,10 +188,10 @@ def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bo
     return call.obstacle(call.schedules(program.strategy or "ring")) is None
 
 
-def _arguments(program: Program, num_devices: int) -> tuple[list[np.ndarray], dict[str, Any], list[np.ndarray]]:
+def _arguments(program: Program, devices: Sequence[Any]) -> tuple[list[np.ndarray], dict[str, Any], list[np.ndarray]]:
     """Returns the arrays, other arguments, and the cotangents of both results."""
     rng = np.random.default_rng(0)
-    length, num_heads, num_kv_heads = _sizes(program, num_devices)
+    length, num_heads, num_kv_heads = _sizes(program, devices)
     heads = num_heads, num_kv_heads, num_kv_heads, num_heads
     # Rounded as a program has them: the oracle computes with the same numbers.
     round_ = lambda array: np.asarray(jnp.asarray(array, program.dtype), np.float32)
@@ -188,9 +207,9 @@ def _arguments(program: Program, num_devices: int) -> tuple[list[np.ndarray], di
     return arrays, arguments, [out_grad, lse_grad]
 
 
-def _oracle(program: Program, num_devices: int) -> list[np.ndarray]:
+def _oracle(program: Program, devices: Sequence[Any]) -> list[np.ndarray]:
     """Returns all results by the definition in float64, on the host's CPU."""
-    arrays, arguments, cotangents = _arguments(program, num_devices)
+    arrays, arguments, cotangents = _arguments(program, devices)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         attend = lambda *arrays: dilated_attention_reference(*arrays, return_residual=True, **arguments)
         wide = [jnp.asarray(array, jnp.float64) for array in arrays]
@@ -201,7 +220,7 @@ def _oracle(program: Program, num_devices: int) -> list[np.ndarray]:
 
 def _compile(program: Program, implementation: str, devices: Sequence[Any]) -> Callable[[], Any]:
     """Returns a call of the compiled program, with its gradient."""
-    arrays, arguments, cotangents = _arguments(program, len(devices))
+    arrays, arguments, cotangents = _arguments(program, devices)
     mesh = Mesh(np.array(devices if program.strategy else devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
     place = lambda array: jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
     named = {name: arguments.pop(name) for name in ("document_ids", "sinks") if name in arguments}
@@ -244,29 +263,28 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 def print_check(take_all: bool = False) -> bool:
     """Prints a table of all programs, with a line of progress, and returns whether all are right."""
-    founds = []
-    for progress, found in check(take_all):
-        if found is not None:
-            founds.append(found)
-        elif sys.stderr.isatty():
-            print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
-        else:
-            print(progress, file=sys.stderr, flush=True)
+    founds: list[Found] = []
+    for title, some in check(take_all):
+        founds += some
+        if not some and sys.stderr.isatty():
+            print(f"\r\x1b[K{title}", end="", file=sys.stderr, flush=True)
+        elif not some:
+            print(title, file=sys.stderr, flush=True)
     print("\r\x1b[K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
     lines: list[tuple[str, ...]] = [("implementation", *RESULTS, "time over XLA's", "", "program")]
     for found in sorted(founds, key=lambda one: one.implementation):
         ratio = "-" if found.time_over_xla is None else f"{found.time_over_xla:.2f}"
-        verdict = "right" if found.is_right else "WRONG"
-        errors = (f"{error:.0e}" for error in found.errors)
+        verdict = "right" if found.is_right else "WRONG" if found.failure is None else "FAILED"
+        errors = (f"{error:.0e}" for error in found.errors or [math.nan] * len(RESULTS))
         lines.append((found.implementation, *errors, ratio, verdict, str(found.program)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
-    wrong = sum(not found.is_right for found in founds)
-    devices = jax.devices()
+    for found in founds:
+        if found.failure is not None:
+            print(f"\n{found.implementation}, {found.program}: {found.failure}")
+    wrong, devices = sum(not found.is_right for found in founds), jax.devices()[:_MOST_DEVICES]
     bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in BOUNDS.items())
-    print(
-        f"\n{len(founds)} programs on {len(devices)} x {devices[0].device_kind}, {wrong} wrong: errors over the largest"
-    )
-    print(f"number of a result, beside the definition in float64; at most {bounds}.")
+    print(f"\n{len(founds)} programs on {len(devices)} x {devices[0].device_kind}, {wrong} wrong.")
+    print(f"Errors are over the largest number of a result, beside the definition in float64: at most {bounds}.")
     return not wrong

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 import sys
 import warnings
@@ -192,7 +193,7 @@ def _check(options: argparse.Namespace) -> None:
         text = " ".join(f"{name}={size}" for name, size in options.mesh)
         raise ValueError(f"--mesh {text} names an axis twice: give each once")
     if options.json and options.compile:
-        raise ValueError("--json prints figures alone: leave it or --compile out")
+        raise ValueError("--json prints figures alone: leave out --json or --compile")
     if options.plot is not None and Path(options.plot).suffix not in _PICTURES:
         raise ValueError(f"--plot {options.plot} must end in one of {', '.join(_PICTURES)}")
     for name in ("plot", "measure"):
@@ -210,7 +211,7 @@ def _read_slice(options: argparse.Namespace) -> None:
     Raises:
       ValueError: if the mesh has another number.
     """
-    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", options.device)
+    found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", options.device)
     count = 8 if found is None else math.prod(map(int, found[2].split("x")))
     options.mesh = options.mesh or [(options.axis_name, count)]
     if found is not None:
@@ -226,12 +227,12 @@ def _check_writable(name: str, path: str) -> None:
     Raises:
       ValueError: if it cannot.
     """
-    existed = Path(path).exists()
+    existed = os.path.lexists(path)
     try:
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise ValueError(f"--{name} {path} cannot be written ({error.strerror}): name a file in a folder") from None
+        raise ValueError(f"--{name} {path} cannot be written ({error.strerror}): name another file") from None
     if not existed:
         Path(path).unlink()
 

@@ -87,6 +87,12 @@ class Comparison:
         """How many queries see beyond their smallest branch."""
         return self.call.pattern.reach(self.call.num_queries, self.call.work.num_kv_heads, self.call.is_causal)
 
+    @functools.cached_property
+    def problem(self) -> str | None:
+        """What a call warns of where few queries see far."""
+        call = self.call
+        return find_problem(call.pattern, call.num_queries, call.work.num_kv_heads, call.is_causal)
+
     @property
     def recommendation(self) -> str:
         """The recommendation in a sentence."""
@@ -118,7 +124,8 @@ class Comparison:
         other = min(others, key=lambda name: others[name])
         ratio = others[other] / self.best.seconds
         more = "less than 1% more" if ratio < 1.01 else f"{ratio:.2f} times as long"
-        return f'{name}, the default: its bound is {bound}, and that of the next, "{other}", is {more}'
+        default = ", the default" if best == "ring" else ""
+        return f'{name}{default}: its bound is {bound}, and that of the next, "{other}", is {more}'
 
     def _what_fits(self) -> str:
         """What does not fit the memory of a device, in a sentence; nothing where all does."""
@@ -134,9 +141,11 @@ class Comparison:
         return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(self._options)})"
 
     @property
-    def module_example(self) -> str:
-        """The module to paste, but for the widths of inputs and outputs."""
-        query, key = self.call.request.query, self.call.request.key
+    def module_example(self) -> str | None:
+        """The module to paste, but for the width of inputs; None where values have a width that it has not."""
+        query, key, value, *_ = self.call.request
+        if value.shape[-1] != query.shape[-1]:
+            return None
         sizes = [f"num_heads={query.shape[-2]}", "in_features=in_features", f"num_kv_heads={key.shape[-2]}"]
         sizes += [f"qkv_features={query.shape[-2] * query.shape[-1]}"]
         dtype = f"dtype=jnp.{query.dtype}"
@@ -220,9 +229,8 @@ class Comparison:
                 f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
                 f"and {self.reach.beyond.mean():.0%} do in a head on average."
             )
-        problem = find_problem(call.pattern, call.num_queries, call.work.num_kv_heads, call.is_causal)
-        warned = [] if problem is None else [f"Warning: {problem}."]
-        said = [*served, *warned, "", self.recommendation, self.example, self.module_example]
+        warned = [] if self.problem is None else [f"Warning: {self.problem}."]
+        said = [*served, *warned, "", self.recommendation, self.example, *filter(None, [self.module_example])]
         return "\n".join([*map(wrap, title), "", *lines, "", *map(wrap, said)])
 
 

@@ -40,7 +40,8 @@ class Explanation:
         for (comparison, count), place in zip(self.calls, self.places, strict=True):
             times = "once" if count == 1 else f"{count} times"
             parts += [wrap(f"Called {times}: {place}"), "", str(comparison), ""]
-        return "\n".join([*parts, *(wrap(f"Warning: {text}") for text in self.warnings)]).rstrip()
+        said = {comparison.problem for comparison, _ in self.calls}
+        return "\n".join([*parts, *(wrap(f"Warning: {text}") for text in self.warnings if text not in said)]).rstrip()
 
 
 def explain(
@@ -99,15 +100,15 @@ def explain(
     ):
         warnings.simplefilter("always")
         jax.eval_shape(call, *arrays)
+        found: dict[Any, list[Record]] = {}
+        for one in records:
+            found.setdefault((*_key(one.call), *one[1:]), []).append(one)
+        calls = tuple((_compare(same[0], machine), len(same)) for same in found.values())
     if not records:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
             f"{name} makes no call of ringjax.ring_dilated_attention, nor do steps of decoding: nothing to explain"
         )
-    found: dict[Any, list[Record]] = {}
-    for one in records:
-        found.setdefault((*_key(one.call), *one[1:]), []).append(one)
-    calls = tuple((_compare(same[0], machine), len(same)) for same in found.values())
     places = tuple(_place(same[0]) for same in found.values())
     texts = dict.fromkeys(str(warning.message) for warning in caught)
     return Explanation(calls, places, tuple(texts))
@@ -123,7 +124,7 @@ def _key(call: Call) -> tuple[Any, ...]:
 def _compare(record: Record, machine: Machine | None) -> Comparison:
     call, strategy, placement, _ = record
     of_devices = call.request.platform, call.request.device_kind
-    known = known_machine(*of_devices) if machine is None else machine
+    known = known_machine(*of_devices)  # as the call itself takes it
     machine = machine_of(*of_devices) if machine is None else machine
     comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
     own = forecast(call, f"{strategy} (this call)", schedules_of(call, strategy, known), machine)
