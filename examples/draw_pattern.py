@@ -17,6 +17,8 @@ from parts.options import Formatter, Parser, branch, check_writable, in_options,
 from ringjax import DilatedPattern, Segments
 
 LONGNET = [Segments(8), Segments(16, 2), Segments(32, 4)]
+PICTURES = (".png", ".svg", ".pdf")
+MOST_TOKENS = 4096
 OPTIONS = {"num_kv_heads": "--kv-heads", "head": "--head"}
 
 
@@ -48,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; wrong input ends it with exit code 2."""
     arguments = parse_arguments(argv)
     try:
-        check_writable("FILE", arguments.path, arguments.path.suffix or ".svg")
+        if arguments.path.suffix not in PICTURES:
+            raise ValueError(f"FILE {arguments.path} must end in one of {', '.join(PICTURES)}")
+        check_writable("FILE", arguments.path, arguments.path.suffix)
+        if arguments.tokens > MOST_TOKENS:
+            raise ValueError(f"--tokens {arguments.tokens} is above {MOST_TOKENS}: a picture has no room for more")
         draw(arguments)
     except (ValueError, OSError) as error:
         print(f"draw_pattern.py: error: {in_options(error, OPTIONS)}", file=sys.stderr)

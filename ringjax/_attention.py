@@ -204,7 +204,7 @@ def ring_dilated_attention(
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
     key, scale = _with_positive_scale(key, scale)
     placement = find_placement(query, key, value, mesh, axis_name, spec)
-    placement.check_shards((query, key, value))
+    placement.check_shards({"query": query, "key": key, "value": value}, query_offset)
     warn_of_mesh(placement, (query, key, value), axis_name)
     warn_of_length(placement, query.shape[-3])
     fixed_offset, moving_offset = _read_offset(query_offset)

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._definition.branch import Branch
+from ringjax._definition.other_names import OF_FUNCTION
 from ringjax._definition.pattern import DilatedPattern, read_pattern
 from ringjax._options import check_options
 
@@ -51,6 +52,8 @@ def attention_fn(
       (2, 16, 32)
     """
     unknown = sorted(set(options) - _OPTIONS)
+    if unknown and unknown[0] in OF_FUNCTION:
+        raise TypeError(f"attention_fn has no option {unknown[0]!r}: {OF_FUNCTION[unknown[0]]}")
     if unknown:
         raise TypeError(f"attention_fn has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
     choices = (

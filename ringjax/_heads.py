@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
+from ringjax._definition.arguments import DTYPES
 from ringjax._definition.counts import check_count, is_flag, is_integer, is_real, read_flag
 from ringjax._definition.pattern import DilatedPattern
 from ringjax._definition.promotion import with_own_promotion
@@ -224,11 +225,22 @@ def check_dtype(name: str, dtype: Any) -> None:
       TypeError: naming the argument, its value and the remedy.
     """
     try:
-        is_floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        known = "" if dtype is None else jnp.dtype(dtype).name
     except TypeError:
-        is_floating = False
-    if not is_floating:
-        raise TypeError(f"{name}={dtype!r} must be a floating dtype, such as jnp.bfloat16")
+        known = ""
+    if known not in DTYPES:
+        raise TypeError(f"{name}={dtype!r} must be a floating dtype, one of {', '.join(DTYPES)}")
+
+
+def check_makers(**makers: Any) -> None:
+    """Checks what makes parameters, or a norm: functions and classes, or None for the default.
+
+    Raises:
+      TypeError: naming the argument, its value and the remedy.
+    """
+    for name, maker in makers.items():
+        if maker is not None and not callable(maker):
+            raise TypeError(f"{name}={maker!r} must be a function or a class that makes it")
 
 
 def check_inputs(name: str, inputs: Any, in_features: int | None = None) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from ringjax._decoding.cache import Cache
 from ringjax._definition.branch import Branch
 from ringjax._definition.counts import check_count, check_flags, is_integer, read_flag
-from ringjax._definition.other_names import OF_MODULE, naming_what_serves
+from ringjax._definition.other_names import OF_LINEN, naming_what_serves
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     OPTIONS,
@@ -23,6 +23,7 @@ from ringjax._heads import (
     check_dtype,
     check_flax_arguments,
     check_inputs,
+    check_makers,
     check_sinks,
     normalize_inner,
     output_sharding,
@@ -155,8 +156,8 @@ class RingDilatedAttention(linen.Module):
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) is not None:
                 check_dtype(name, getattr(self, name))
-        if not (self.inner_norm is None or callable(self.inner_norm)):
-            raise TypeError(f"inner_norm={self.inner_norm!r} must make a norm, such as linen.LayerNorm does")
+        names = "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "sinks_init", "inner_norm"
+        check_makers(**{name: getattr(self, name) for name in names})
         read_flag("deterministic", self.deterministic)
         # What is wrong is said when the module is made, whatever its inputs will be.
         settings = _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
@@ -164,7 +165,7 @@ class RingDilatedAttention(linen.Module):
             settings.check_causal()
 
     @linen.compact
-    @naming_what_serves(OF_MODULE)
+    @naming_what_serves(OF_LINEN)
     def __call__(
         self,
         inputs_q: Float[Array, "*B T D"],

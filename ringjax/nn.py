@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._definition.branch import Branch
 from ringjax._definition.counts import check_count, check_flags, read_flag
-from ringjax._definition.other_names import OF_MODULE, naming_what_serves
+from ringjax._definition.other_names import OF_MAKING, OF_NNX, naming_what_serves
 from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
@@ -21,6 +21,7 @@ from ringjax._heads import (
     check_dtype,
     check_flax_arguments,
     check_inputs,
+    check_makers,
     check_sinks,
     normalize_inner,
     output_sharding,
@@ -101,6 +102,7 @@ class RingDilatedAttention(nnx.Module):
       (2, 16, 32)
     """
 
+    @naming_what_serves(OF_MAKING)
     def __init__(
         self,
         num_heads: int,
@@ -159,8 +161,10 @@ class RingDilatedAttention(nnx.Module):
                 check_dtype(name, one)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"rngs={rngs!r} must be random streams, such as nnx.Rngs(0)")
-        if not (inner_norm is None or callable(inner_norm)):
-            raise TypeError(f"inner_norm={inner_norm!r} must make a norm, such as nnx.LayerNorm does")
+        check_makers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init)
+        check_makers(out_bias_init=out_bias_init, sinks_init=sinks_init, inner_norm=inner_norm)
+        if isinstance(inner_norm, nnx.Module):
+            raise TypeError("inner_norm is a module: give what makes it, such as nnx.LayerNorm or a partial of it")
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -254,7 +258,7 @@ class RingDilatedAttention(nnx.Module):
         """Whether queries see no later keys."""
         return self.settings.is_causal
 
-    @naming_what_serves(OF_MODULE)
+    @naming_what_serves(OF_NNX)
     def __call__(
         self,
         inputs_q: Float[Array, "*B T D"],
@@ -339,7 +343,11 @@ class RingDilatedAttention(nnx.Module):
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise ValueError("dropout needs random numbers, and keep_rngs=False keeps no stream: pass rngs to the call")
-        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+        if isinstance(rngs, nnx.RngStream):
+            return rngs()
+        if not isinstance(rngs, nnx.Rngs) or not ("dropout" in rngs or "default" in rngs):
+            raise TypeError(f"rngs={rngs!r} must be random streams with dropout, such as nnx.Rngs(dropout=0)")
+        return rngs.dropout()
 
     def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32, *, spec: Any = None) -> None:
         """Makes the cache of a sequence that is to be continued: with `decode`, calls then take its next tokens.
@@ -380,7 +388,10 @@ class RingDilatedAttention(nnx.Module):
         if decode and self.cached_key is None:
             if batch_size is None or max_length is None:
                 raise TypeError(f"decode=True makes a cache: {batch_size=} and {max_length=} must be given")
-            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            check_count("max_length", max_length)
+            batch = batch_size if isinstance(batch_size, tuple) else (batch_size,)
+            for size in batch:
+                check_count("batch_size", size)
             self.init_cache((*batch, max_length, self.in_features))
 
     def _decode(self, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool) -> Array:

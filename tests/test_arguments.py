@@ -124,6 +124,7 @@ def test_documents_of_32_bits_are_not_read(monkeypatch):
         ({"bias": 1}, "has no argument 'bias': no array of pairs exists, and none can be added to logits"),
         ({"segment_ids": 1}, "has no argument 'segment_ids': say document_ids; segments are those of a pattern"),
         ({"causal": True}, "has no argument 'causal': say is_causal"),
+        ({"dropout_p": 0.1}, "has no argument 'dropout_p': say dropout_rate"),
         ({"window_size": 4}, "has no argument 'window_size': say pattern=[ringjax.Window(size)]"),
     ],
     ids=str,
@@ -149,6 +150,17 @@ def test_a_spec_means_nothing_without_a_mesh():
     causal = ringjax.RingDilatedAttention(2, 8, **PATTERN, is_causal=True, spec=P("data", "seq"), rngs=nnx.Rngs(0))
     causal.init_cache((1, 8, 8))
     assert causal(jnp.ones((1, 8, 8)), decode=True).shape == (1, 8, 8)
+
+
+def test_the_function_for_slots_leads_to_our_names():
+    with pytest.raises(TypeError, match="attention_fn has no option 'causal': say is_causal"):
+        ringjax.attention_fn(**PATTERN, causal=True)
+
+
+@pytest.mark.parametrize("tokens", [None, 3])
+def test_what_has_no_tokens_is_not_padded(tokens, unchecked):
+    with pytest.raises(TypeError, match=f"tokens={tokens} must be an array "):
+        ringjax.pad_to_mesh(tokens)
 
 
 def test_unsigned_documents_are_integers(unchecked):

@@ -157,10 +157,20 @@ def test_inside_the_callers_shard_map(kind, axes):
 def test_whole_sequences_inside_the_callers_shard_map_are_refused():
     mesh = make_mesh(data=2, seq=2)
     array = jnp.ones((2, 32, 4, 8))
-    attend = lambda *arrays: ring_dilated_attention(*arrays, **ARGUMENTS)
+    attend = functools.partial(ring_dilated_attention, **ARGUMENTS)
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data", "seq"))
-    with pytest.raises(ValueError, match="query, key and value are the same on all devices of axis_name='seq'"):
+    with pytest.raises(ValueError, match="query, key, value would be the same shard on all devices of axis_name='seq'"):
         mapped(array, array, array)
+    shards = P("data", "seq")
+    half = jax.shard_map(attend, mesh=mesh, in_specs=(shards, P("data"), P("data")), out_specs=shards)
+    with pytest.raises(ValueError, match="key, value would be the same shard on all devices of axis_name='seq'"):
+        half(array, array, array)
+    offset = lambda *arrays: attend(*arrays, query_offset=jax.lax.axis_index("seq") * 16)
+    with pytest.raises(ValueError, match="query_offset differs between the devices of axis_name='seq': it is the"):
+        jax.shard_map(offset, mesh=mesh, in_specs=shards, out_specs=shards)(array, array, array)
+    given = functools.partial(attend, spec=shards)
+    with pytest.raises(ValueError, match="names the axis 'data', over which the caller's shard_map maps"):
+        jax.shard_map(given, mesh=mesh, in_specs=shards, out_specs=shards)(array, array, array)
     alone = jax.shard_map(attend, mesh=make_mesh(data=2, seq=1), in_specs=P("data"), out_specs=P("data", "seq"))
     assert alone(array, array, array).shape == array.shape  # one device has all of the sequence
 

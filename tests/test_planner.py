@@ -310,10 +310,11 @@ def test_the_command(capsys, tmp_path):
     ("arguments", "words"),
     [
         ("chunks:4", "'chunks:4' is no branch: write segments:LENGTH[:RATE] or window:SIZE[:RATE]"),
-        ("window:0", "argument BRANCH: '0' is no positive number: write one such as 4096, 32k or 1M"),
-        ("segments:4x", "argument BRANCH: '4x' is no positive number: write one such as 4096, 32k or 1M"),
-        ("--tokens 0", "argument --tokens: '0' is no positive number"),
-        ("--mesh seq=8 a-b=0", "argument --mesh: '0' is no positive number"),
+        ("window:0", "argument BRANCH: '0' is no positive whole number: write one such as 4096, 32k or 1M"),
+        ("segments:4x", "argument BRANCH: '4x' is no positive whole number: write one such as 4096, 32k or 1M"),
+        ("--mesh data=2,seq=4", "'data=2,seq=4' is no axis: write several apart, such as data=2 seq=4"),
+        ("--tokens 0", "argument --tokens: '0' is no positive whole number"),
+        ("--mesh seq=8 a-b=0", "argument --mesh: '0' is no positive whole number"),
         ("--mesh seq", "'seq' is no axis: write AXIS=SIZE, such as seq=8"),
     ],
 )

@@ -253,8 +253,27 @@ def test_what_nnx_alone_checks(unchecked):
     ):
         with pytest.raises(error, match=words):
             attention.init_cache(*arguments)
+    with pytest.raises(ValueError, match=r"input_shape is an array of the shape \(1, 16, 8\): give that shape"):
+        attention.init_cache(jnp.ones((1, 16, 8)))
+    with pytest.raises(TypeError, match="dtype=None must be a floating dtype"):
+        attention.init_cache((1, 16, 8), None)
     with pytest.raises(TypeError, match="decode='yes' must be True or False"):
         attention.set_view(decode="yes")
+    causal = make(rngs=nnx.Rngs(0), is_causal=True)
+    for name in ("batch_size", "max_length"):
+        with pytest.raises(ValueError, match=f"{name}='a' must be a positive integer"):
+            causal.set_view(decode=True, **{"batch_size": 2, "max_length": 16, name: "a"})
+    causal.set_view(decode=True, batch_size=np.int64(2), max_length=16)
+    assert causal.cached_key is not None
+    with pytest.raises(TypeError, match="inner_norm is a module: give what makes it, such as nnx.LayerNorm"):
+        make(rngs=nnx.Rngs(0), inner_norm=nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="has no argument 'causal': say is_causal"):
+        make(rngs=nnx.Rngs(0), causal=True)
+    dropping = make(rngs=nnx.Rngs(0), dropout_rate=0.5, deterministic=False, keep_rngs=False)
+    for rngs in (3, jax.random.key(0), nnx.Rngs(params=0)):
+        with pytest.raises(TypeError, match=r"must be random streams with dropout, such as nnx.Rngs\(dropout=0\)"):
+            dropping(jnp.ones((1, 16, 8)), rngs=rngs)
+    assert dropping(jnp.ones((1, 16, 8)), rngs=nnx.Rngs(0)).shape == (1, 16, 8)
 
 
 @pytest.mark.parametrize("flavor", ["nnx", "linen"])
@@ -326,9 +345,11 @@ def test_the_last_positions(unchecked):
         ({"logits_soft_cap": True}, TypeError, "logits_soft_cap=True must be a number"),
         ({"rope_theta": True}, TypeError, "rope_theta=True must be a number"),
         ({"dtype": jnp.int32}, TypeError, "dtype=.*int32.* must be a floating dtype"),
-        ({"dtype": "abc"}, TypeError, "dtype='abc' must be a floating dtype, such as jnp.bfloat16"),
-        ({"param_dtype": "abc"}, TypeError, "param_dtype='abc' must be a floating dtype, such as jnp.bfloat16"),
-        ({"inner_norm": 3}, TypeError, "inner_norm=3 must make a norm, such as "),
+        ({"dtype": "abc"}, TypeError, "dtype='abc' must be a floating dtype, one of float32, bfloat16"),
+        ({"param_dtype": "abc"}, TypeError, "param_dtype='abc' must be a floating dtype, one of float32, bfloat16"),
+        ({"dtype": jnp.float8_e4m3fn}, TypeError, "dtype=.*float8.* must be a floating dtype"),
+        ({"inner_norm": 3}, TypeError, "inner_norm=3 must be a function or a class that makes it"),
+        ({"kernel_init": 3}, TypeError, "kernel_init=3 must be a function or a class that makes it"),
         ({"out_features": 0}, ValueError, "out_features=0 must be a positive integer"),
     ],
     ids=lambda argument: next(iter(argument)) if isinstance(argument, dict) else "",

@@ -39,6 +39,8 @@ def read_shape(input_shape: Sequence[int], in_features: int) -> tuple[tuple[int,
     Raises:
       ValueError: for another shape, or more tokens than there are positions.
     """
+    if hasattr(input_shape, "shape"):
+        raise ValueError(f"input_shape is an array of the shape {input_shape.shape}: give that shape")  # pyright: ignore
     shape = tuple(input_shape) if isinstance(input_shape, Iterable) else input_shape
     if not isinstance(shape, tuple) or len(shape) < 2 or not all(is_integer(size) and size >= 0 for size in shape):
         raise ValueError(f"input_shape={shape} must be [..., T, in_features]: the shape of inputs")

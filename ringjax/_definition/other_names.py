@@ -27,7 +27,12 @@ OF_FUNCTION = {
     "sliding_window": _WINDOW,
     "sm_scale": "say scale",
     "softmax_scale": "say scale",
+    "attn_bias": _BIAS,
     "dropout_rng": "say dropout_seed",
+    "dropout_p": "say dropout_rate",
+    "deterministic": "leave dropout_rate out where nothing is to be dropped",
+    "enable_gqa": "give key and value fewer heads than query",
+    "cu_seqlens": "say document_ids, the number of each token's document",
     "softcap": "say logits_soft_cap",
 }
 OF_MODULE = {
@@ -40,6 +45,9 @@ OF_MODULE = {
     "segment_ids": _SEGMENTS,
     "window_size": "say pattern=[ringjax.Window(size)] when the module is made",
 }
+OF_NNX = {**OF_MODULE, "dropout_rng": "say rngs"}
+OF_LINEN = {**OF_MODULE, "decode": _BY_MODULE}
+OF_MAKING = {"causal": "say is_causal", "window_size": _WINDOW, "attention_fn": "it has its own attention"}
 
 
 def naming_what_serves(remedies: dict[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -55,6 +55,8 @@ def pad_to_mesh(
       (2, 13, 4)
     """
     check_mesh(mesh, axis_name, None)
+    if not getattr(tokens, "ndim", 0):
+        raise TypeError(f"tokens={tokens!r} must be an array [..., T, D], or [..., T] with axis=-1")
     tokens = jnp.asarray(tokens)
     _check_axis(tokens, axis)
     shape = tokens.shape[: tokens.ndim + axis + 1]

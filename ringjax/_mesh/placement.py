@@ -64,8 +64,8 @@ class Placement(NamedTuple):
         is_shard = self.axis_name is not None and self.axis_name not in self.mapped
         return array.shape[-3] * (self.num_shards if is_shard else 1)
 
-    def check_shards(self, arrays: tuple[Array, ...]) -> None:
-        """Checks that some array is a shard of the sequence, where the caller's shard_map checks what varies.
+    def check_shards(self, shards: dict[str, Array], query_offset: Any) -> None:
+        """Checks that arrays are shards of the sequence, and its offset is not, where the caller's shard_map checks it.
 
         Raises:
           ValueError: naming the axis and the remedy.
@@ -75,11 +75,17 @@ class Placement(NamedTuple):
             return
         if axis not in varying_axes(jax.lax.axis_index(axis)):  # of a shard_map that does not check
             return
-        if not any(axis in varying_axes(array) for array in arrays):
+        same = [name for name, array in shards.items() if axis not in varying_axes(array)]
+        if same:
             raise ValueError(
-                f"query, key and value are the same on all devices of axis_name={axis!r}, over which the caller's "
-                f"shard_map maps: shard their length by its in_specs, such as P(None, {axis!r}), or leave {axis!r} out "
-                "of its axis_names"
+                f"{', '.join(same)} would be the same shard on all devices of axis_name={axis!r}, over which the "
+                f"caller's shard_map maps: shard the length by its in_specs, such as P(None, {axis!r}), or leave "
+                f"{axis!r} out of its axis_names"
+            )
+        if isinstance(query_offset, jax.Array) and axis in varying_axes(query_offset):
+            raise ValueError(
+                f"query_offset differs between the devices of axis_name={axis!r}: it is the position of the first "
+                "query of the whole sequence; give all the same, 0 for a sequence from its beginning"
             )
 
     def map(self, function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
@@ -238,6 +244,10 @@ def check_spec(
     batch, length, heads, width = cuts_of(spec, query.ndim)
     for dimension, axes in enumerate((*batch, length, heads, width)):
         for axis in axes:
+            if axis in mesh.axis_names and axis not in known:
+                raise ValueError(
+                    f"spec={spec} names the axis {axis!r}, over which the caller's shard_map maps already: leave it out"
+                )
             if axis not in known:
                 raise ValueError(
                     f"spec={spec} names the axis {axis!r}, but the mesh has {sorted(known)}: name one of these"

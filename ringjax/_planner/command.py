@@ -35,7 +35,7 @@ def count_of(text: str) -> int:
     unit = _UNITS.get(text[-1:].lower(), 1)
     number = text[:-1] if unit > 1 else text
     if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number: write one such as 4096, 32k or 1M")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number: write one such as 4096, 32k or 1M")
     return int(number) * unit
 
 
@@ -64,6 +64,8 @@ def axis_of(text: str) -> tuple[str, int]:
     name, _, size = text.partition("=")
     if not name or not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no axis: write AXIS=SIZE, such as seq=8")
+    if "," in size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no axis: write several apart, such as data=2 seq=4")
     return name, count_of(size)
 
 
