@@ -43,8 +43,8 @@ def _version_of(path: str | None) -> tuple[int, ...] | None:
     if path is None:
         return None
     try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    version = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", told)
+    version = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", printed)
     return None if version is None else tuple(map(int, version.groups()))

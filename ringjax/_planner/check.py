@@ -210,7 +210,13 @@ def _arguments(program: Program, devices: Sequence[Any]) -> tuple[list[np.ndarra
 def _oracle(program: Program, devices: Sequence[Any]) -> list[np.ndarray]:
     """Returns all results by the definition in float64, on the host's CPU."""
     arrays, arguments, cotangents = _arguments(program, devices)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    try:
+        host = jax.devices("cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            "JAX_PLATFORMS leaves out the CPU, on which the definition is computed: add it, such as cuda,cpu"
+        ) from error
+    with jax.enable_x64(True), jax.default_device(host):
         attend = lambda *arrays: dilated_attention_reference(*arrays, return_residual=True, **arguments)
         wide = [jnp.asarray(array, jnp.float64) for array in arrays]
         results, pullback = jax.vjp(attend, *wide)
