@@ -159,6 +159,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
         profiled = profiled_steps(steps) if arguments.profile else steps[:0]
         bar = {"initial": steps.start, "total": steps.stop, "unit": "step", "disable": not is_first, "smoothing": 0}
         for step in (progress := tqdm(steps, desc="compiling", **bar)):
+            leave_out_compiling(progress, step - steps.start)
             if step in profiled[:1]:
                 jax.profiler.start_trace(arguments.out / "profile")
             begin = time.perf_counter()
@@ -167,7 +168,6 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
                     state, *load(training_rows(corpus.train, step, arguments.seed, shape))
                 )
                 loss = float(loss)
-            leave_out_compiling(progress, step)
             if step in profiled[-1:]:
                 jax.profiler.stop_trace()
             speed = math.prod(shape) / (time.perf_counter() - begin)
@@ -193,10 +193,11 @@ def train(arguments: argparse.Namespace, mesh: Mesh, corpus: Corpus) -> None:
         report(arguments.out, rows, yardsticks, arguments.compared)
 
 
-def leave_out_compiling(progress: Any, step: int) -> None:
-    """Lets a bar tell its pace from the second step on: the first one is compiled."""
-    if not progress.disable and step == progress.initial:
-        progress.initial, progress.start_t = step + 1, time.time()
+def leave_out_compiling(progress: Any, done: int) -> None:
+    """Lets a bar tell its pace from the second step on, when one is done: the first one was compiled."""
+    if done == 1 and not progress.disable:
+        progress.initial, progress.start_t = progress.n, time.time()
+        progress.refresh()
 
 
 def report(out: Path, rows: list[Row], yardsticks: dict[str, float], compared: dict[str, list[Row]]) -> None:

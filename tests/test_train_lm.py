@@ -347,12 +347,16 @@ def test_wrong_options_take_two_lines(program, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_a_bar_that_is_not_shown_has_no_pace():
-    """That of all processes but the first."""
-    for is_shown in (True, False):
-        with tqdm(total=3, file=io.StringIO(), disable=not is_shown) as bar:
-            train_lm.leave_out_compiling(bar, 0)
-            assert not is_shown or bar.initial == 1
+def test_the_pace_of_a_run_is_that_without_its_compilation():
+    """Bars that are not shown, those of all processes but the first, have none."""
+    with tqdm(total=3, file=io.StringIO()) as bar:
+        bar.start_t -= 100  # of compiling
+        bar.update()
+        for done in (1, 2):
+            train_lm.leave_out_compiling(bar, done)
+            bar.update()
+        assert (bar.n - bar.initial, bar.format_dict["elapsed"] < 50) == (2, True)
+    train_lm.leave_out_compiling(tqdm(total=3, disable=True), 1)
 
 
 def test_numbers_may_have_a_unit():
