@@ -217,6 +217,13 @@ def test_key_heads_that_are_the_same_along_an_axis_equal_oracle():
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5 * max(1, np.abs(other).max()))
 
 
+@pytest.mark.parametrize("shards", [7, 8])
+def test_rings_whose_steps_go_in_pairs_equal_oracle(shards):
+    """An odd number of them, and an even one."""
+    arrays = random_arguments(16 * shards, (2, 1), (8, 8), (1,))
+    check(arrays, make_mesh(seq=shards), pattern=[Segments(16 * shards)], is_causal=True)
+
+
 compiled_list = jax.jit(list_tiles, static_argnums=1)
 
 

@@ -65,7 +65,7 @@ def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any]
 
     carry = hop(keys) if first_hop else keys, partial
     hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
-    keys, partial = scan(hop_and_attend, carry, hops, task.plan.placement.platform)
+    keys, partial = scan(hop_and_attend, carry, hops, task.schedule.traits.copies_rows)
     return attend(partial, task.keys, keys, leg.rotations, leg.direction)
 
 
@@ -219,7 +219,7 @@ def _rotate(
             # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
             arriving, grad = jax.lax.optimization_barrier((arriving, grad))
         carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
-        arrays, grad, resident_grad = scan(rotate_and_visit, carry, hops, task.plan.placement.platform)
+        arrays, grad, resident_grad = scan(rotate_and_visit, carry, hops, task.schedule.traits.copies_rows)
         addend, resident_grad = visit(resident_grad, operand, arrays, size)
         grad = _add(rotate(grad, direction), addend)
     return rotate(grad, -direction * size), resident_grad
