@@ -12,6 +12,7 @@ import pytest
 from ringjax._kernels.xla import Xla
 from ringjax._planner import check
 from ringjax._planner.check import Program, cover
+from ringjax._planner.command import main
 
 
 @pytest.mark.parametrize(("num_devices", "most"), [(1, 8), (8, 12)])
@@ -52,7 +53,7 @@ def test_what_is_wrong(one_program, monkeypatch, capsys):
     )
     jax.clear_caches()
     with jax.enable_x64(False):
-        assert not check.print_check()
+        assert main(["check"]) == 1
     assert "WRONG  ring, windows" in capsys.readouterr().out
     jax.clear_caches()
 
