@@ -20,7 +20,6 @@ CLAIMS = {
     "features": "Documents cost what their pairs cost, a union less than its branches",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
     "plan_accuracy": "The planner sends what the compiler does, and puts strategies in the order of the clock",
-    "plan_memory": "The planner counts the memory that compilers take, roughly",
     "random_search": "Random calls give what the oracle gives",
     "compile_time": "A gradient is traced and compiled in seconds",
     "long_context": "Where context is all there is to learn, a dilated pattern learns from more of it",

@@ -109,13 +109,9 @@ FOLDERS = {
         {"_definition", "_schedule", "_meeting", "_kernels"},
         {
             "call": set(),
-            "factors": set(),
-            "exchanged": {"factors"},
-            "kept": {"factors"},
             "machine": set(),
-            "several": {"factors", "kept"},
-            "memory": {"exchanged", "factors", "kept", "several"},
-            "forecast": {"call", "factors", "machine", "memory"},
+            "memory": set(),
+            "forecast": {"call", "machine", "memory"},
         },
     ),
     "": (
@@ -165,7 +161,7 @@ UPWARDS = {"_definition/pattern": "ringjax._planner.pictures"}
 # The modules that are integers alone, and those that may name a mesh axis.
 WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
 WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]}
-WITHOUT_JAX |= {f"_forecast/{module}" for module in ("exchanged", "factors", "kept", "machine", "memory", "several")}
+WITHOUT_JAX |= {f"_forecast/{module}" for module in ("machine", "memory")}
 WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
 WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
 WITH_AXES |= {"_planner/check", "_planner/measure", "_planner/compiled"}

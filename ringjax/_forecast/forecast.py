@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from ringjax._definition.warning import warn_once
 from ringjax._forecast.call import Call
-from ringjax._forecast.factors import ON_GPUS, ON_TPUS
 from ringjax._forecast.machine import Machine, known_machine
-from ringjax._forecast.memory import peak_bytes
+from ringjax._forecast.memory import Memory, bound_memory
 from ringjax._schedule.cost import (
     Direction,
     Message,
@@ -55,7 +54,7 @@ class Forecast:
       pairs: the pairs of queries and keys that the busiest device keeps, over its batch and heads.
       computed: the pairs that it computes for these: those of whole tiles, where tiles are computed as a whole.
       operations: the operations of their products, forward and of the gradient.
-      memory: the bytes that it holds at the peak, by count; compilers differ.
+      memory: bounds of the bytes that it holds at the peak.
       forward, backward: the bounds of time.
     """
 
@@ -66,7 +65,7 @@ class Forecast:
     pairs: int
     computed: int
     operations: tuple[int, int]
-    memory: int
+    memory: Memory
     forward: Seconds
     backward: Seconds
 
@@ -129,7 +128,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
         sum(_num_heads(call.work, schedule) * _kept(call.work, schedule) for schedule in implemented),
         sum(_computed(call.work, schedule) for schedule in implemented),
         (forward, backward),
-        peak_bytes(call.work, implemented, ON_TPUS if machine.platform == "tpu" else ON_GPUS, has_gradient),
+        bound_memory(call.work, implemented, has_gradient),
         seconds["forward"],
         seconds.get("backward", ZERO),
     )
@@ -138,7 +137,7 @@ def forecast(call: Call, strategy: str, schedules: Schedules, machine: Machine, 
 def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
     """Returns the forecast of the least time: of one strategy for all branches, or of each branch's best.
 
-    One that holds more than the machine's memory, by count, comes after those that fit. Of equal ones the first counts:
+    One that must hold more than the machine's memory comes after those that may fit. Of equal ones the first counts:
     the same call is always served the same way.
     """
     candidates = all_forecasts(call, machine, has_gradient)
@@ -148,7 +147,7 @@ def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
         schedules = tuple(schedule for schedule in best if schedule is not None)
         if len(schedules) == len(best):
             candidates.append(forecast(call, "auto", schedules, machine, has_gradient))
-    return min(candidates, key=lambda one: (one.memory > machine.memory, one.seconds))
+    return min(candidates, key=lambda one: (one.memory.at_least > machine.memory, one.seconds))
 
 
 def _best_of(call: Call, number: int, machine: Machine, has_gradient: bool) -> BranchSchedule | None:

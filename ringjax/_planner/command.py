@@ -92,7 +92,7 @@ _LEGEND = """\
 rows of the table:
   exchange, hops      devices that exchange tokens for heads; hops of keys and values
   messages, sent      what a device sends, in both directions; between nodes, how much of that leaves its node
-  holds               the bytes that a device holds at the peak, by count
+  holds               bounds of the bytes that a device holds at the peak; --compile asks the compiler
   products, memory    bounds of time: of products at the peak rate, of passes over memory
   links               the time of messages: hidden behind products, or exposed
   bound               of all of it, on the busiest device

@@ -60,7 +60,8 @@ class Comparison:
                 for message in one.messages
                 if not self.machine.is_inside(message, self.call.num_devices)
             ),
-            "bytes_held": one.memory,
+            "bytes_held_at_least": one.memory.at_least,
+            "bytes_held_at_most": one.memory.at_most,
             "pairs": one.pairs,
             "pairs_computed": one.computed,
             "operations": sum(one.operations),
@@ -129,11 +130,14 @@ class Comparison:
 
     def _what_fits(self) -> str:
         """What does not fit the memory of a device, in a sentence; nothing where all does."""
-        memory = f"the {mebibytes(self.machine.memory)} of a device"
-        if self.best.memory > self.machine.memory:
+        room, memory = self.machine.memory, f"the {mebibytes(self.machine.memory)} of a device"
+        if self.best.memory.at_least > room:
             return f" None fits {memory}: take more devices, a smaller batch, or a narrower dtype."
-        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory > self.machine.memory]
-        return f" More than {memory} would be held by {', '.join(too_large)}." if too_large else ""
+        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory.at_least > room]
+        said = f" More than {memory} would be held by {', '.join(too_large)}." if too_large else ""
+        if self.best.memory.at_most > room:
+            said += f" Whether it fits {memory} only a compiler can say: see --compile."
+        return said
 
     @property
     def example(self) -> str:
@@ -208,7 +212,8 @@ class Comparison:
             "sent forward": "bytes_forward",
             "backward": "bytes_backward",
             "between nodes": "bytes_between_nodes",
-            "holds": "bytes_held",
+            "holds at least": "bytes_held_at_least",
+            "at most": "bytes_held_at_most",
             "products": "seconds_products",
             "memory": "seconds_memory",
             "links hidden": "seconds_links_hidden",

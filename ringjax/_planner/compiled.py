@@ -118,11 +118,13 @@ def memory_of(compiled: Any) -> int:
 
 def print_compiled(comparison: Comparison, devices: list[Any]) -> None:
     """Prints, for each strategy, what was stated beside what was compiled."""
-    lines: list[tuple[str, ...]] = [("strategy", "stated to be sent", "compiled", "stated to be held", "compiled")]
+    lines: list[tuple[str, ...]] = [
+        ("strategy", "stated to be sent", "compiled", "held at least", "compiled", "at most")
+    ]
     for one in comparison.forecasts:
         found = compile_forecast(comparison, one, devices)
         stated = one.num_bytes("forward") + one.num_bytes("backward")
-        numbers = stated, found.sent, one.memory, found.memory
+        numbers = stated, found.sent, one.memory.at_least, found.memory, one.memory.at_most
         lines.append((one.strategy, *map(mebibytes, numbers)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print()

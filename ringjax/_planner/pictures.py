@@ -146,7 +146,7 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     }
     measures: dict[str, Callable[[Any], float]] = {
         "MiB sent by a device": lambda one: (one.num_bytes("forward") + one.num_bytes("backward")) / 2**20,
-        "MiB held by a device": lambda one: one.memory / 2**20,
+        "MiB held at least": lambda one: one.memory.at_least / 2**20,
         "bound of time in ms": lambda one: one.seconds * 1e3,
     }
     figure, axes = plt.subplots(len(measures), 2, figsize=(11, 10), layout="constrained", sharex="col")

@@ -77,7 +77,7 @@ def plan(
     Returns:
       The strategies beside each other: `print` it for a table; `to_json()` gives its figures, `forecasts` all
       strategies, `best` the one of the least bound of time, `example` the call to paste. Of a strategy `seconds` is the
-      bound of time, `memory` the bytes that a device holds, and `num_bytes("forward")`, or `"backward"`, those that it
+      bound of time, `memory` bounds of the bytes that a device holds, and `num_bytes("forward")`, or `"backward"`, those that it
       sends.
 
     Raises:
