@@ -23,11 +23,12 @@ from benchmarks.environment import ROOT, run_module
 from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
-from ringjax._definition.branch import Branch
-from ringjax._forecast.call import choose_block_size
-from ringjax._planner.hlo import permutes
-from ringjax._schedule.cost import Work, choose_travelling_side, messages
+from ringjax._pattern.branch import Branch
 from ringjax._schedule.make import make_schedule
+from ringjax._schedule.tile_sizes import choose_block_size
+from ringjax._schedule.work import Work, choose_travelling_side
+from ringjax._tools.hlo import permutes
+from ringjax._tools.messages import messages
 
 TOKENS, HEADS, WIDTH = 8192, 4, 128  # tokens of one device, where eight share 65536
 LENGTH = 8 * TOKENS

@@ -25,14 +25,14 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
+from ringjax._kernels.interface import Request
+from ringjax._kernels.meeting import Meeting, Slots, make_mask
 from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
+from ringjax._kernels.softmax import Weighting
 from ringjax._kernels.tile_list import WHOLE, TileList, list_tiles
-from ringjax._kernels.tpu import STEP_ROWS
-from ringjax._meeting.meeting import Meeting, Slots, make_mask
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Weighting
+from ringjax._kernels.tpu.kernels import STEP_ROWS
 from ringjax._mesh.placement import Placement
-from ringjax._ring.plan import Plan
+from ringjax._parallel.plan import Plan
 from ringjax._schedule.make import make_schedule
 
 LENGTH, HEADS, WIDTH = 8192, 4, 128

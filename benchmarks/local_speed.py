@@ -16,7 +16,7 @@ import ringjax
 from benchmarks.environment import run_module
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns, yardsticks
 from ringjax import Segments, Window
-from ringjax._definition.branch import Branch
+from ringjax._pattern.branch import Branch
 
 LONGNET: list[Branch] = [Segments(2048 * rate, rate) for rate in (1, 2, 4, 8, 16)]
 CASES: dict[str, tuple[int, list[Branch], bool]] = {

@@ -37,12 +37,12 @@ import numpy as np
 
 import ringjax
 from benchmarks.timing import table
-from ringjax._kernels import chains
+from ringjax._kernels import rows as meeting_rows
+from ringjax._kernels.hopper import chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._meeting import rows as meeting_rows
-from ringjax._meeting.meeting import Meeting, Slots
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Keys, Weighting
+from ringjax._kernels.interface import Request
+from ringjax._kernels.meeting import Meeting, Slots
+from ringjax._kernels.softmax import Keys, Weighting
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.schedule import BranchSchedule
 

@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.timing import save, time_in_turns
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._definition.branch import Branch
-from ringjax._forecast.call import Call
-from ringjax._forecast.forecast import forecast
-from ringjax._forecast.machine import MACHINES
-from ringjax._planner.hlo import bytes_sent
-from ringjax._planner.measure import measure
+from ringjax._call import Call
+from ringjax._pattern.branch import Branch
 from ringjax._recording import recording
 from ringjax._schedule.strategy import exchange_sizes
+from ringjax._tools.forecast import forecast
+from ringjax._tools.hlo import bytes_sent
+from ringjax._tools.machine import MACHINES
+from ringjax._tools.measure import measure
 
 COLLECTIVES = {
     "permute": "collective-permute",
@@ -145,7 +145,7 @@ def call_of(one: Configuration) -> Call:
 def stated_bytes(one: Configuration) -> dict[str, int]:
     """Returns the same as the planner states it."""
     call, strategy, sent = call_of(one), one.strategy, {}
-    for message in forecast(call, strategy, call.schedules(strategy), MACHINES["cpu"], one.has_gradient).messages:
+    for message in forecast(call, strategy, MACHINES["cpu"], one.has_gradient).messages:
         kind = COLLECTIVES[message.collective]
         sent[kind] = sent.get(kind, 0) + message.num_bytes * message.times
     return sent
@@ -184,7 +184,7 @@ def timed() -> list[dict[str, Any]]:
         ]
         calls[named] = functools.partial(jax.jit(named.program()), *arrays)
         call = call_of(named)
-        predicted[named] = forecast(call, strategy, call.schedules(strategy), machine, one.has_gradient).seconds
+        predicted[named] = forecast(call, strategy, machine, one.has_gradient).seconds
     seconds = time_in_turns(calls, rounds=3)
     best = lambda one: min(seconds[one])
     return [{"case": one.case(), "measured": best(one), "predicted": predicted[one]} for one in calls]

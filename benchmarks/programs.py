@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringjax._planner.hlo import arrays_in, computations, groups_of
+from ringjax._tools.hlo import arrays_in, computations, groups_of
 
 
 def loop_permutes(text: str) -> list[bool]:

@@ -17,9 +17,9 @@ from benchmarks.environment import run_module
 from benchmarks.local_speed import CASES, calls_of
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns
 from ringjax._kernels.tiles import Partial
-from ringjax._ring.layout import Task
-from ringjax._ring.ring import Addends
-from ringjax._ring.shard import BY_STRATEGY
+from ringjax._parallel.layout import Task
+from ringjax._parallel.ring import Addends
+from ringjax._parallel.shard import BY_STRATEGY
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 

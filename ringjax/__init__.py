@@ -6,15 +6,16 @@ from typing import Any as _Any
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
-from ringjax._definition.branch import Segments, Window
-from ringjax._definition.pattern import DilatedPattern
-from ringjax._definition.reach_warning import ReachWarning
-from ringjax._definition.reference import dilated_attention_reference
 from ringjax._mesh.device_order import make_mesh
 from ringjax._mesh.padding import pad_to_mesh, unpad
 from ringjax._mesh.unused import MeshWarning
-from ringjax._planner.explain import explain
-from ringjax._planner.planner import plan
+from ringjax._pattern.branch import Segments, Window
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._pattern.reach_warning import ReachWarning
+from ringjax._pattern.reference import dilated_attention_reference
+from ringjax._tools.explain import explain
+from ringjax._tools.pictures import plot_pattern as _plot_pattern
+from ringjax._tools.plan import plan
 from ringjax._version import find_version as _find_version
 from ringjax._weights import attention_weights
 
@@ -42,6 +43,7 @@ __all__ = [
     "unpad",
 ]
 __version__ = _find_version()
+DilatedPattern.plot = _plot_pattern
 
 
 def __dir__() -> list[str]:

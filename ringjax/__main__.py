@@ -2,7 +2,7 @@
 
 import sys
 
-from ringjax._planner.command import main
+from ringjax._tools.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

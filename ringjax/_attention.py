@@ -12,33 +12,31 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from ringjax._definition.arguments import (
+from ringjax._call import Call
+from ringjax._kernels.implementation import ImplementationName
+from ringjax._kernels.interface import Request
+from ringjax._kernels.softmax import Weighting, accumulation_dtype
+from ringjax._mesh.mesh import find_mesh
+from ringjax._mesh.placement import Placement, find_placement
+from ringjax._mesh.unused import warn_of_length, warn_of_mesh
+from ringjax._options import Documents, Options, check_options
+from ringjax._parallel.device import Context
+from ringjax._parallel.plan import Plan
+from ringjax._parallel.rule import naming_the_reference, ring_attention
+from ringjax._pattern.arguments import (
     check_arrays,
     check_positions,
     read_documents,
     read_seed,
 )
-from ringjax._definition.branch import Branch
-from ringjax._definition.other_names import OF_FUNCTION, naming_what_serves
-from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
-from ringjax._definition.promotion import with_own_promotion
-from ringjax._definition.reach_warning import warn_of_reach
-from ringjax._definition.sinks import add_sinks, read_sinks
-from ringjax._forecast.call import Call
-from ringjax._forecast.forecast import schedules_of
-from ringjax._forecast.machine import known_machine
-from ringjax._kernels.implementation import ImplementationName
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Weighting, accumulation_dtype
-from ringjax._mesh.mesh import find_mesh
-from ringjax._mesh.placement import Placement, find_placement
-from ringjax._mesh.unused import warn_of_length, warn_of_mesh
-from ringjax._options import Documents, Options, check_options
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.other_names import OF_FUNCTION, naming_what_serves
+from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.reach_warning import warn_of_reach
+from ringjax._pattern.sinks import add_sinks, read_sinks
 from ringjax._recording import Record, record
-from ringjax._ring.device import Context
-from ringjax._ring.plan import Plan
-from ringjax._ring.rule import naming_the_reference, ring_attention
-from ringjax._schedule.strategy import Strategy
+from ringjax._schedule.strategy import Strategy, read_strategy
 
 
 @overload
@@ -131,12 +129,12 @@ def ring_dilated_attention(
       broadcast_dropout: whether all batches and heads drop the same weights.
       precision: the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.
       return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
-      strategy: ``"ring"`` to send keys and values around, in O(T / p) memory; ``"all_gather"`` to bring those of a
-        segment to each of its devices at once, in O(segment length / dilation rate) memory, but what neighbours alone
-        see as in a ring; ``"all_to_all"`` to give each device all tokens of some heads, in O(T / p) memory
-        (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring between groups of devices where heads do not suffice for all
-        (USP, arXiv 2405.07719); ``"auto"`` for what is predicted to take the least time, in each branch or in all, see
-        :func:`plan`. The results are the same.
+      strategy: a name for all branches, or a tuple with one for each. ``"ring"`` sends keys and values around, in
+        O(T / p) memory. ``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment length
+        / dilation rate) memory, but what neighbours alone see as in a ring. ``"all_to_all"`` gives each device all
+        tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring between groups of
+        devices where heads do not suffice for all (USP, arXiv 2405.07719). ``"auto"``, for all branches, is what
+        :func:`plan` recommends for these devices. The results are the same.
       exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u
         divides the devices along the sequence and the query heads of a device; its key/value heads are a multiple or a
         divisor of u. By default the smallest u after which nothing else travels, else the largest.
@@ -198,6 +196,7 @@ def ring_dilated_attention(
         axis_name=axis_name,
         spec=spec,
     )
+    strategies = read_strategy(strategy, len(pattern.branches))
     documents = read_documents(document_ids, query, key)
     sinks = read_sinks(sinks, query)
     seed = read_seed(dropout_seed, dropout_rate)
@@ -240,10 +239,10 @@ def ring_dilated_attention(
         exchange_size=None if exchange_size is None else int(exchange_size),
         implementation=implementation,
     )
-    record(Record(call, strategy, placement, find_mesh((query, key, value), mesh)[1]))
+    record(Record(call, strategies, placement, find_mesh((query, key, value), mesh)[1]))
     soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
     weighting = Weighting(scale, soft_cap, float(dropout_rate), precision)
-    plan = _make_plan(call, strategy, placement, weighting, bool(broadcast_dropout))
+    plan = _make_plan(call, strategies, placement, weighting, bool(broadcast_dropout))
     if 0 in query.shape[:-3]:
         out, lse = _nothing(query, key, value)
     else:
@@ -278,10 +277,10 @@ def _needs(document_ids: Any, logits_soft_cap: Any, dropout_rate: Any, precision
 
 
 def _make_plan(
-    call: Call, strategy: Strategy, placement: Placement, weighting: Weighting, broadcast_dropout: bool
+    call: Call, strategy: str | tuple[str, ...], placement: Placement, weighting: Weighting, broadcast_dropout: bool
 ) -> Plan:
     """Returns the plan of a call; where nothing says on which platform it will run, for others too."""
-    schedules = schedules_of(call, strategy, known_machine(placement.platform, placement.device_kind))
+    schedules = call.schedules(strategy)
     implemented = call.implement(schedules, with_warning=True)
     is_elsewhere = call.implementation is None and implemented != schedules and not placement.is_platform_known
     return Plan(

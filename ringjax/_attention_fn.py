@@ -8,10 +8,11 @@ from typing import Any
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._definition.branch import Branch
-from ringjax._definition.other_names import OF_FUNCTION
-from ringjax._definition.pattern import DilatedPattern, read_pattern
 from ringjax._options import check_options
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.other_names import OF_FUNCTION
+from ringjax._pattern.pattern import DilatedPattern, read_pattern
+from ringjax._schedule.strategy import read_strategy
 
 # What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
 _OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
@@ -61,6 +62,7 @@ def attention_fn(
     )
     pattern = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
     check_options(is_causal=is_causal, **options)
+    read_strategy(options.get("strategy", "ring"), len(pattern.branches))
     return _Attend(pattern, is_causal, options)
 
 

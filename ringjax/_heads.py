@@ -15,16 +15,17 @@ from jaxtyping import Array, Float
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
-from ringjax._definition.arguments import DTYPES
-from ringjax._definition.counts import check_count, is_flag, is_integer, is_real, read_flag
-from ringjax._definition.pattern import DilatedPattern
-from ringjax._definition.promotion import with_own_promotion
-from ringjax._definition.rotary import rotary_embedding
-from ringjax._meeting.softmax import Weighting
+from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.mesh import check_mesh
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
 from ringjax._options import check_options
+from ringjax._pattern.arguments import DTYPES
+from ringjax._pattern.counts import check_count, is_flag, is_integer, is_real, read_flag
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.rotary import rotary_embedding
+from ringjax._schedule.strategy import read_strategy
 
 # Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
 PositionEmbedding = Callable[[Array, Array, bool], Array]
@@ -81,6 +82,7 @@ class Settings:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
         check_options(**{name: getattr(self, name) for name in OPTIONS})
+        object.__setattr__(self, "strategy", read_strategy(self.strategy, len(self.pattern.branches)))
         if theta is not None and not is_real(theta):
             raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
         if theta is not None and self.head_dim % 2:

@@ -7,19 +7,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Integer
 
-from ringjax._definition.arguments import (
-    check_choices,
+from ringjax._kernels.implementation import NAMES, ImplementationName
+from ringjax._mesh.mesh import check_mesh
+from ringjax._pattern.arguments import (
     check_documents,
+    check_implementation,
     check_numbers,
     check_precision,
 )
-from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags, check_optional_flags
-from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets
-from ringjax._definition.sinks import check_sinks
-from ringjax._kernels.implementation import NAMES, ImplementationName
-from ringjax._mesh.mesh import check_mesh
-from ringjax._schedule.strategy import STRATEGIES, Strategy, check_exchange_size
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.counts import check_flags, check_optional_flags
+from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets
+from ringjax._pattern.sinks import check_sinks
+from ringjax._schedule.strategy import Strategy, check_exchange_size, check_strategy
 
 _Ids = Integer[Array | np.ndarray, "*B T"]
 Documents = _Ids | tuple[_Ids, Integer[Array | np.ndarray, "*B S"]]
@@ -83,7 +83,8 @@ def check_options(
     check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
     check_flags(is_causal=is_causal, broadcast_dropout=broadcast_dropout, return_residual=return_residual)
     check_optional_flags(documents_are_sorted=documents_are_sorted)
-    check_choices(strategy, STRATEGIES, implementation, NAMES)
+    check_strategy(strategy)
+    check_implementation(implementation, NAMES)
     check_exchange_size(exchange_size, strategy)
     check_precision(precision)
     check_mesh(mesh, axis_name, spec)

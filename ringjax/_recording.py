@@ -3,9 +3,9 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ringjax._forecast.call import Call
+from ringjax._call import Call
 from ringjax._mesh.placement import Placement
 
 
@@ -13,7 +13,7 @@ class Record(NamedTuple):
     """A call, the strategy that was asked for, where its arrays lie, and where its mesh is from."""
 
     call: Call
-    strategy: str
+    strategy: Any
     placement: Placement
     source: str
 

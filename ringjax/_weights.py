@@ -14,14 +14,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ringjax._definition.arguments import check_arrays, check_numbers, check_positions, read_documents
-from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_flags
-from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
-from ringjax._definition.promotion import with_own_promotion
-from ringjax._definition.sinks import read_sinks
-from ringjax._meeting.softmax import accumulation_dtype, divisor_of, shift_of
+from ringjax._kernels.softmax import accumulation_dtype, divisor_of, shift_of
 from ringjax._mesh.sharded import take_whole
+from ringjax._pattern.arguments import check_arrays, check_numbers, check_positions, read_documents
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.counts import check_flags
+from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.sinks import read_sinks
 
 
 class _Meaning(NamedTuple):

@@ -11,10 +11,6 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
-from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_count, check_flags, is_integer, read_flag
-from ringjax._definition.other_names import OF_LINEN, naming_what_serves
-from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     OPTIONS,
     PositionEmbedding,
@@ -30,6 +26,10 @@ from ringjax._heads import (
     read_steps,
 )
 from ringjax._kernels.implementation import ImplementationName
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.counts import check_count, check_flags, is_integer, read_flag
+from ringjax._pattern.other_names import OF_LINEN, naming_what_serves
+from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._schedule.strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
@@ -145,7 +145,7 @@ class RingDilatedAttention(linen.Module):
 
     def __post_init__(self) -> None:
         # Lists cannot be hashed, which modules must be to be static arguments of jax.jit.
-        for name in ("pattern", "segment_lengths", "dilation_rates"):
+        for name in ("pattern", "segment_lengths", "dilation_rates", "strategy"):
             values = getattr(self, name)
             setattr(self, name, tuple(values) if isinstance(values, list) else values)
         super().__post_init__()

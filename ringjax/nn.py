@@ -10,10 +10,6 @@ from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
-from ringjax._definition.branch import Branch
-from ringjax._definition.counts import check_count, check_flags, read_flag
-from ringjax._definition.other_names import OF_MAKING, OF_NNX, naming_what_serves
-from ringjax._definition.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._heads import (
     PositionEmbedding,
     Settings,
@@ -28,6 +24,10 @@ from ringjax._heads import (
     read_steps,
 )
 from ringjax._kernels.implementation import ImplementationName
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.counts import check_count, check_flags, read_flag
+from ringjax._pattern.other_names import OF_MAKING, OF_NNX, naming_what_serves
+from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
 from ringjax._schedule.strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]

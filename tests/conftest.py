@@ -31,7 +31,7 @@ if read(PACKAGE) != read(ROOT / "ringjax"):
 # The modules with shapes in their annotations; of the rest, integers, the type checker sees all that there is to see.
 SOURCES = [path for path in (ROOT / "ringjax").rglob("*.py") if "from jaxtyping import" in path.read_text()]
 SHAPED = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES]
-assert {"ringjax._attention", "ringjax._meeting.softmax", "ringjax.nn"} <= {*SHAPED}
+assert {"ringjax._attention", "ringjax._kernels.softmax", "ringjax.nn"} <= {*SHAPED}
 with install_import_hook(SHAPED, "shape_checks.check"):
     import ringjax  # noqa: F401
 

@@ -36,14 +36,15 @@ from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_lines, loop_permutes
 from ringjax import DilatedPattern, Segments, Window, make_mesh, plan, ring_dilated_attention
-from ringjax._definition.warning import warning_anew
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
-from ringjax._planner.compiled import compile_forecast, find_devices
-from ringjax._planner.hlo import bytes_sent
-from ringjax._schedule.cost import Work, choose_travelling_side, messages
+from ringjax._pattern.warning import warning_anew
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.strategy import schedules_with
+from ringjax._schedule.work import Work, choose_travelling_side
+from ringjax._tools.compiled import compile_forecast, find_devices
+from ringjax._tools.hlo import bytes_sent
+from ringjax._tools.messages import messages
 
 pytestmark = pytest.mark.aot
 

@@ -15,7 +15,7 @@ from oracle import make_mesh
 
 import ringjax
 from ringjax import ring_dilated_attention
-from ringjax._definition.arguments import read_ids
+from ringjax._pattern.arguments import read_ids
 
 PATTERN = {"segment_lengths": (4,), "dilation_rates": (1,)}
 SHAPES = {"query": (1, 8, 4, 6), "key": (1, 8, 2, 6), "value": (1, 8, 2, 5)}
@@ -58,6 +58,12 @@ def test_dtypes(dtype, unchecked):
 def test_strategies(unchecked):
     with pytest.raises(ValueError, match="strategy='tree' is unknown: use one of 'ring', 'all_gather', 'all_to_all'"):
         call(strategy="tree")
+    with pytest.raises(
+        ValueError, match=r"strategy=\('ring', 'auto'\) has 'auto': use one of 'ring', 'all_gather', 'al"
+    ):
+        call(strategy=("ring", "auto"))
+    with pytest.raises(ValueError, match=r"strategy=\('ring',\) has 1 entries, and pattern 2 branches: give one"):
+        call(strategy=("ring",), segment_lengths=(4, 8), dilation_rates=(1, 2))
 
 
 def test_exchange_sizes(unchecked):

@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from ringjax._kernels.xla import Xla
-from ringjax._planner import check
-from ringjax._planner.check import Program, cover
-from ringjax._planner.command import main
+from ringjax._tools import check
+from ringjax._tools.check import Program, cover
+from ringjax._tools.command import main
 
 
 @pytest.mark.parametrize(("num_devices", "most"), [(1, 8), (8, 12)])

@@ -16,15 +16,16 @@ from oracle import make_mesh
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._meeting.meeting import Meeting, Slots, make_mask, see_keys, see_queries
-from ringjax._meeting.softmax import Weighting
+from ringjax._kernels.meeting import Meeting, Slots, make_mask, see_keys, see_queries
+from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.placement import Placement
-from ringjax._planner.hlo import permutes
-from ringjax._ring import rule
-from ringjax._ring.device import device_forward
-from ringjax._ring.plan import Plan
-from ringjax._schedule.cost import RowBytes, Work, choose_travelling_side, messages
+from ringjax._parallel import rule
+from ringjax._parallel.device import device_forward
+from ringjax._parallel.plan import Plan
 from ringjax._schedule.make import make_schedule
+from ringjax._schedule.work import RowBytes, Work, choose_travelling_side
+from ringjax._tools.hlo import permutes
+from ringjax._tools.messages import messages
 
 HEADS, WIDTH = 2, 6
 FLOAT = 4

@@ -29,23 +29,23 @@ from oracle import make_mesh
 import ringjax
 from benchmarks.__main__ import RESULTS, page_of_results
 from ringjax import ring_dilated_attention
-from ringjax._definition.warning import warning_anew
-from ringjax._planner.command import main
+from ringjax._pattern.warning import warning_anew
+from ringjax._tools.command import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 MODULES = [
     "_attention",
     "_attention_fn",
-    "_definition.branch",
+    "_pattern.branch",
     "_mesh.device_order",
-    "_planner.explain",
+    "_tools.explain",
     "_mesh.unused",
     "_mesh.padding",
-    "_definition.pattern",
-    "_definition.reach_warning",
-    "_planner.planner",
-    "_definition.reference",
+    "_pattern.pattern",
+    "_pattern.reach_warning",
+    "_tools.plan",
+    "_pattern.reference",
     "_weights",
     "linen",
     "nn",

@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
 
 from ringjax import ring_dilated_attention
+from ringjax._kernels.strides import put_selected, put_slices, take_selected, take_slices, take_vectors
 from ringjax._kernels.xla import Xla
-from ringjax._meeting.strides import put_selected, put_slices, take_selected, take_slices, take_vectors
 
 # Lengths, segment lengths and rates: local, rings, sub-rings of unequal size, straddling, short, longer than all.
 PATTERNS = {
@@ -67,6 +67,19 @@ def test_many_blocks_equal_the_oracle(ring_size, is_causal):
     arguments = {"segment_lengths": (4, 23, 92), "dilation_rates": (1, 1, 2), "is_causal": is_causal}
     arrays = random_arguments(92, (2, 1))
     actual = ring_results(arrays, mesh=make_mesh(seq=ring_size), block_size=12, **arguments)
+    assert_close(actual, reference_results(arrays, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [(("all_to_all", "ring", "all_gather"), {"exchange_size": 2}), (("ring", "all_gather", "all_to_all"), {})],
+    ids=["an exchange in groups first", "an exchange last"],
+)
+def test_a_strategy_for_each_branch_equals_the_oracle(strategy, options):
+    """Branches that span devices, each on its own ways."""
+    arguments = {"segment_lengths": (32, 16, 64), "dilation_rates": (2, 1, 4), "is_causal": True}
+    arrays = random_arguments(64, (4, 2))
+    actual = ring_results(arrays, mesh=make_mesh(seq=4), strategy=strategy, **options, **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
 
 

@@ -23,12 +23,12 @@ from oracle import (
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, dilated_attention_reference, ring_dilated_attention
-from ringjax._meeting.meeting import Meeting, Slots, make_mask, see_keys, see_queries
-from ringjax._meeting.softmax import Weighting
+from ringjax._kernels.meeting import Meeting, Slots, make_mask, see_keys, see_queries
+from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.placement import Placement
-from ringjax._planner.hlo import permutes
-from ringjax._ring.plan import Plan
+from ringjax._parallel.plan import Plan
 from ringjax._schedule.make import make_schedule
+from ringjax._tools.hlo import permutes
 
 PATTERN = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": True}
 STRADDLING = {"segment_lengths": (7, 15), "dilation_rates": (2, 1)}

@@ -26,10 +26,10 @@ from ringjax import Segments, Window, dilated_attention_reference, nn, ring_dila
 from ringjax._kernels import cudnn, fused
 from ringjax._kernels.fused import Fused, FusedQueries
 from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.interface import Request
 from ringjax._kernels.pieces import Pairs
+from ringjax._kernels.softmax import Keys
 from ringjax._kernels.spans import Span
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Keys
 
 
 class DenseKernel:

@@ -1,174 +1,27 @@
-"""Imports run downwards only, and every module says its one job in its first line."""
+"""Imports run downwards only, the core needs no tool, and every module says its one job in its first line."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ringjax"
-
-# The folders of the package from the bottom up: the folders that each may import, and what each of its modules may of
-# the others in it. The folder "" is the package itself, with the faces that users see.
-FOLDERS = {
-    "_definition": (
-        set(),
-        {
-            "counts": set(),
-            "dropout": set(),
-            "other_names": set(),
-            "promotion": set(),
-            "rotary": set(),
-            "sinks": set(),
-            "warning": set(),
-            "branch": {"counts"},
-            "pattern": {"branch", "counts"},
-            "arguments": {"branch", "counts", "dropout"},
-            # A reference must not share bugs: it sees the pattern, what is dropped, and what is refused.
-            "reference": {"arguments", "branch", "counts", "dropout", "other_names", "pattern", "promotion"},
-            "reach_warning": {"branch", "pattern", "warning"},
-        },
-    ),
-    "_schedule": (
-        {"_definition"},
-        {
-            "heads": set(),
-            "side": set(),
-            "traits": set(),
-            "schedule": {"side", "traits"},
-            "make": {"schedule", "side"},
-            "cost": {"heads", "schedule", "side"},
-            "pairs": {"schedule", "side"},
-            "strategy": {"schedule"},
-        },
-    ),
-    "_mesh": (
-        {"_definition"},
-        {
-            "axes": set(),
-            "device_order": set(),
-            "mesh": set(),
-            "order": {"axes"},
-            "padding": {"axes", "mesh"},
-            "placement": {"axes", "mesh"},
-            "sharded": {"axes", "placement"},
-            "unused": {"mesh", "placement"},
-        },
-    ),
-    "_meeting": (
-        {"_definition", "_schedule"},
-        {
-            "mask": set(),
-            "strides": set(),
-            "rows": {"strides"},
-            "softmax": set(),
-            "meeting": {"mask", "rows"},
-            "protocol": {"meeting", "softmax", "strides"},
-        },
-    ),
-    "_kernels": (
-        {"_definition", "_schedule", "_meeting"},
-        {
-            "tiles": set(),
-            "xla": {"tiles"},
-            "spans": set(),
-            "pieces": {"spans"},
-            "kernel": set(),
-            "fused": {"kernel", "pieces"},
-            "cudnn": {"fused", "pieces", "spans"},
-            "operands": set(),
-            "tile_list": set(),
-            "tpu_call": {"operands", "tile_list"},
-            "tpu": {"operands", "tile_list", "tpu_call"},
-            "tpu_strides": set(),
-            "chains": set(),
-            "gpu_rooms": {"chains", "operands"},
-            "gpu_call": {"chains", "gpu_rooms", "operands", "tile_list"},
-            "gpu": {"gpu_call", "gpu_rooms", "operands"},
-            "ptxas": set(),
-            "mosaic": {"gpu", "kernel", "operands", "ptxas", "tpu", "tpu_strides"},
-            "implementation": {"cudnn", "fused", "mosaic", "xla"},
-        },
-    ),
-    "_ring": (
-        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels"},
-        {
-            "exchange": set(),
-            "ways": {"exchange"},
-            "plan": {"exchange", "ways"},
-            "layout": {"plan", "ways"},
-            "ring": {"layout"},
-            "gather": {"layout", "ring"},
-            "addition": {"layout", "plan"},
-            "shard": {"addition", "gather", "layout", "plan", "ring"},
-            "device": {"plan", "shard"},
-            "rule": {"device", "plan"},
-        },
-    ),
-    "_decoding": ({"_definition", "_mesh", "_meeting"}, {"cache": set(), "decode": {"cache"}}),
-    "_forecast": (
-        {"_definition", "_schedule", "_meeting", "_kernels"},
-        {
-            "call": set(),
-            "machine": set(),
-            "memory": set(),
-            "forecast": {"call", "machine", "memory"},
-        },
-    ),
-    "": (
-        {"_definition", "_schedule", "_mesh", "_meeting", "_kernels", "_ring", "_decoding", "_forecast"},
-        {
-            "_options": set(),
-            "_recording": set(),
-            "_attention": {"_options", "_recording"},
-            "_attention_fn": {"_attention", "_options"},
-            "_version": set(),
-            "_weights": set(),
-            "_heads": {"_attention", "_options"},
-            "linen": {"_heads"},
-            "nn": {"_heads"},
-        },
-    ),
-    "_planner": (
-        {
-            "_definition",
-            "_schedule",
-            "_mesh",
-            "_meeting",
-            "_kernels",
-            "_forecast",
-            "_attention",
-            "_recording",
-            "_version",
-        },
-        {
-            "hlo": set(),
-            "measure": set(),
-            "pictures": set(),
-            "comparison": set(),
-            "planner": {"comparison"},
-            "compiled": {"comparison", "hlo"},
-            "check": set(),
-            "explain": {"comparison"},
-            "command": {"check", "comparison", "compiled", "measure", "pictures", "planner"},
-        },
-    ),
-}
-MODULES = [f"{folder}/{module}".removeprefix("/") for folder, (_, modules) in FOLDERS.items() for module in modules]
-# Names for users, and the command: above all folders.
-ROOFS = {"__init__", "__main__"}
-# The one import that runs upwards, when it is called: users ask a pattern for its picture.
-UPWARDS = {"_definition/pattern": "ringjax._planner.pictures"}
-# The modules that are integers alone, and those that may name a mesh axis.
-WITHOUT_JAX = {"_definition/branch", "_definition/pattern", "_planner/pictures", "_planner/command"}
-WITHOUT_JAX |= {f"_schedule/{module}" for module in FOLDERS["_schedule"][1]}
-WITHOUT_JAX |= {f"_forecast/{module}" for module in ("machine", "memory")}
-WITH_AXES = {f"_mesh/{module}" for module in ("axes", "mesh", "placement", "sharded", "padding", "device_order")}
-WITH_AXES |= {"_ring/plan", "_ring/exchange", "_decoding/cache", "_heads", "_attention", "_options"}
-WITH_AXES |= {"_planner/check", "_planner/measure", "_planner/compiled"}
+# From the ground up: each may import itself and what stands before it. Names are folders, or files of the package.
+FLOORS = """
+    _version _pattern _schedule _mesh _kernels _options _parallel _decoding _call _recording _attention
+    _attention_fn _weights _heads linen nn _tools __main__ __init__
+""".split()  # noqa: SIM905
+# The one name that the core takes of the tools, when it is called: strategy="auto".
+LAZY = {"_call": "ringjax._tools.forecast"}
+MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py"))
+# What the library needs no device for is integers alone.
+WITHOUT_JAX = [name for name in MODULES if name.startswith("_schedule/")] + ["_pattern/branch", "_pattern/pattern"]
 
 
 def imports(path: Path) -> set[str]:
-    """The modules, as paths without endings, and the packages of others that a module imports."""
+    """The modules that a module imports, as it names them."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -179,55 +32,58 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def test_the_table_is_complete():
-    found = {str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py")}
-    assert {name for name in found if not name.endswith("/__init__")} == {*MODULES} | ROOFS
+def own_imports(name: str) -> set[str]:
+    """The modules of the package that one of its modules imports, as paths without endings."""
+    found = {other for other in imports(PACKAGE / f"{name}.py") if other.split(".")[0] == "ringjax"}
+    return {other.removeprefix("ringjax.").replace(".", "/") for other in found - {LAZY.get(name)}}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_run_downwards(name):
-    folder, _, module = name.rpartition("/")
-    folders, modules = FOLDERS[folder]
-    names = imports(PACKAGE / f"{name}.py") - {UPWARDS.get(name)}
-    own = [name.split(".")[1:] for name in names if name.startswith("ringjax")]
-    own = [parts if len(parts) == 2 else ["", *parts] for parts in own]  # folder, module
-    assert {parts[1] for parts in own if parts[0] == folder} == modules[module]
-    assert {parts[0] or parts[1] for parts in own if parts[0] != folder} <= folders
-    foreign = {name.split(".")[0] for name in names} - {"ringjax"}
+    floor = FLOORS.index(name.partition("/")[0])
+    above = {other for other in own_imports(name) if FLOORS.index(other.partition("/")[0]) > floor}
+    assert not above
     if name in WITHOUT_JAX:
-        assert "jax" not in foreign
-    if name not in WITH_AXES:
-        assert not any(name.startswith("jax.sharding") for name in names)
+        assert "jax" not in {other.partition(".")[0] for other in imports(PACKAGE / f"{name}.py")}
 
 
-def test_folders_import_what_the_table_says():
-    for folder, (folders, modules) in FOLDERS.items():
-        names = set().union(*(imports(PACKAGE / folder / f"{module}.py") for module in modules)) - {*UPWARDS.values()}
-        parts = [name.split(".")[1:] for name in names if name.startswith("ringjax")]
-        assert {part[0] for part in parts} - {folder, *modules} == folders
+def test_no_two_files_import_each_other():
+    needs = {name: own_imports(name) - {name} for name in MODULES}
+    while needs:
+        free = {name for name, others in needs.items() if not others & {*needs}}
+        assert free, f"a circle among {sorted(needs)}"
+        needs = {name: others for name, others in needs.items() if name not in free}
 
 
-def test_folders_stand_on_folders_below():
-    below = set()
-    for folder, (folders, modules) in FOLDERS.items():
-        assert folders <= below
-        below |= {folder} if folder else {*modules}
-        inside = set()
-        for module, others in modules.items():
-            assert others <= inside
-            inside |= {module}
+def test_the_core_imports_no_tool():
+    """The function and the module run, with a gradient, while the folder of the tools cannot be imported."""
+    program = """
+import sys, types
+package = types.ModuleType("ringjax"); package.__path__ = [sys.argv[1]]
+sys.modules |= {"ringjax": package, "ringjax._tools": None}
+import jax, jax.numpy as jnp
+from flax import nnx
+from ringjax._pattern.branch import Segments
+from ringjax.nn import RingDilatedAttention
+attention = RingDilatedAttention(2, 8, pattern=[Segments(4)], is_causal=True, rngs=nnx.Rngs(0))
+print(jax.grad(lambda inputs: attention(inputs).sum())(jnp.ones((1, 8, 8))).shape)
+"""
+    command = [sys.executable, "-c", program, str(PACKAGE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "(1, 8, 8)\n", done.stderr
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_state_their_job(path):
-    assert ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].endswith((".", ":"))
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_state_their_job(name):
+    docstring = ast.get_docstring(ast.parse((PACKAGE / f"{name}.py").read_text()))
+    assert docstring.splitlines()[0].endswith((".", ":"))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_inside_others_have_no_shapes(module):
+@pytest.mark.parametrize("name", MODULES)
+def test_functions_inside_others_have_no_shapes(name):
     """The tests check the shapes of functions that are defined once, see `shape_checks`."""
     is_function = lambda node: isinstance(node, ast.FunctionDef)
-    for outer in filter(is_function, ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text()))):
+    for outer in filter(is_function, ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))):
         for inner in filter(is_function, ast.walk(outer)):
             arguments = [argument.annotation for argument in ast.walk(inner.args) if isinstance(argument, ast.arg)]
             annotations = filter(None, [*arguments, inner.returns] if inner is not outer else [])

@@ -15,7 +15,7 @@ from oracle import make_mesh, tolerance
 import ringjax
 from benchmarks.programs import has_dimension
 from ringjax import Segments
-from ringjax._definition.rotary import rotary_embedding
+from ringjax._pattern.rotary import rotary_embedding
 
 LENGTH, WIDTH = 16, 24
 PATTERN = {"segment_lengths": (4, 16), "dilation_rates": (1, 2), "is_causal": True}

@@ -16,16 +16,18 @@ from oracle import make_mesh, random_arguments, reference_results, ring_results
 from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_reference
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels import mosaic, tpu, tpu_call
+from ringjax._kernels import mosaic
 from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.interface import Request
+from ringjax._kernels.mask import Visits
+from ringjax._kernels.meeting import Meeting, Slots, make_mask
 from ringjax._kernels.mosaic import MosaicTpu, NarrowMosaicTpu, _tiles
+from ringjax._kernels.softmax import Weighting
 from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
-from ringjax._meeting.mask import Visits
-from ringjax._meeting.meeting import Meeting, Slots, make_mask
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Weighting
+from ringjax._kernels.tpu import call as tpu_call
+from ringjax._kernels.tpu import kernels as tpu
 from ringjax._mesh.placement import Placement
-from ringjax._ring.plan import Plan
+from ringjax._parallel.plan import Plan
 from ringjax._schedule.make import make_schedule
 
 

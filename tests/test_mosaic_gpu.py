@@ -18,16 +18,16 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._definition.warning import warning_anew
-from ringjax._kernels import chains
-from ringjax._kernels.chains import Chains, make_chains
+from ringjax._kernels.hopper import chains
+from ringjax._kernels.hopper.chains import Chains, make_chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS, preference
+from ringjax._kernels.interface import Request
+from ringjax._kernels.mask import KeyMask, Mask, QueryMask, Visits
 from ringjax._kernels.mosaic import FIRST_JAX, MosaicGpu
 from ringjax._kernels.operands import Given, Stats
+from ringjax._kernels.softmax import Weighting
 from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
-from ringjax._meeting.mask import KeyMask, Mask, QueryMask, Visits
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Weighting
+from ringjax._pattern.warning import warning_anew
 from ringjax._schedule.make import make_schedule
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < FIRST_JAX, reason="the kernels need a newer jax")
@@ -104,7 +104,7 @@ def make_call(count):
 @needs_kernels
 def test_results_of_other_keys_are_continued(interpret):
     """In two steps of a ring, the second of which has nothing for half of the queries, as in one."""
-    from ringjax._kernels import gpu  # noqa: PLC0415
+    from ringjax._kernels.hopper import kernels as gpu  # noqa: PLC0415
 
     ((query, key, value, out_grad), mask), weighting = make_call(2), Weighting(0.3)
     halves = [(slice(0, 1), slice(0, 128)), (slice(1, 2), slice(128, 256))]
@@ -131,7 +131,7 @@ def test_results_of_other_keys_are_continued(interpret):
 @needs_kernels
 def test_what_does_not_meet_counts_nothing(interpret):
     """Though the masks of rows would let it attend: a shard that comes round again."""
-    from ringjax._kernels import gpu  # noqa: PLC0415
+    from ringjax._kernels.hopper import kernels as gpu  # noqa: PLC0415
 
     (query, key, value, _), mask = make_call(2)
     visits = Visits(*(array.at[:, 1].set(False) for array in mask.visits))
@@ -144,7 +144,7 @@ def test_what_does_not_meet_counts_nothing(interpret):
 
 def run_kernels(interpret):
     """The output, the lse, and the gradients of four tiles."""
-    from ringjax._kernels import gpu  # noqa: PLC0415
+    from ringjax._kernels.hopper import kernels as gpu  # noqa: PLC0415
 
     arrays, mask = make_call(4)
     given = Given(*arrays[:3], mask, Weighting(0.3), ROWS_AXIS, interpret)
@@ -181,7 +181,7 @@ def no_hang():
 )
 def test_a_chain_goes_on_after_tiles_that_meet_nothing(empty, interpret, monkeypatch):
     """The warpgroups take turns, which such a tile must not leave to one of them: four tiles, from the last on."""
-    from ringjax._kernels import gpu  # noqa: PLC0415
+    from ringjax._kernels.hopper import kernels as gpu  # noqa: PLC0415
 
     monkeypatch.setattr(chains, "PROCESSORS", 1)
     (query, key, value, _), mask = make_call(4)
@@ -207,7 +207,7 @@ def test_nothing_is_replaced_before_it_is_read(processors, monkeypatch):
     """
     from jax.experimental.pallas import mosaic_gpu  # noqa: PLC0415
 
-    from ringjax._kernels import gpu_call  # noqa: PLC0415
+    from ringjax._kernels.hopper import call as gpu_call  # noqa: PLC0415
 
     release = gpu_call.GpuStep.release
 
@@ -272,7 +272,7 @@ def test_stretches_have_the_tiles_that_meet(density):
 @pytest.mark.parametrize("wrong", [1 - 2**-22, 1 + 2**-22])
 def test_capped_logits_are_right(wrong, monkeypatch):
     """With exponentials and inverse roots as wrong as those of a GPU, to 2e-6 of the cap."""
-    from ringjax._kernels.gpu import _scores  # noqa: PLC0415
+    from ringjax._kernels.hopper.kernels import _scores  # noqa: PLC0415
 
     exp2, rsqrt = jnp.exp2, jax.lax.rsqrt
     monkeypatch.setattr(jnp, "exp2", lambda array: exp2(array) * wrong)

@@ -20,7 +20,7 @@ from oracle import (
 )
 
 from ringjax import dilated_attention_reference, ring_dilated_attention
-from ringjax._definition.dropout import is_kept, make_seed, make_stream
+from ringjax._pattern.dropout import is_kept, make_seed, make_stream
 
 # The library's own reference, which users compare with.
 OF_REFERENCE = {

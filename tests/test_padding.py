@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
 import ringjax
-from ringjax._definition.warning import warning_anew
+from ringjax._pattern.warning import warning_anew
 
 LENGTH, WIDTH = 13, 16
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ringjax import DilatedPattern, ReachWarning, Segments, Window, ring_dilated_attention
-from ringjax._definition.pattern import read_pattern
-from ringjax._definition.reach_warning import warn_of_reach
-from ringjax._definition.warning import warning_anew
+from ringjax._pattern.pattern import read_pattern
+from ringjax._pattern.reach_warning import warn_of_reach
+from ringjax._pattern.warning import warning_anew
 
 BRANCHES = ((4, 1), (5, 2), (13, 3))
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ringjax import DilatedPattern, Segments, Window
 from ringjax._schedule.make import make_schedule
-from ringjax._schedule.pairs import num_kept_pairs, num_tile_pairs
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 from ringjax._schedule.strategy import schedules_with
+from ringjax._tools.pairs import num_kept_pairs, num_tile_pairs
 
 
 @st.composite

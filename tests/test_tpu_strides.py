@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringjax._kernels import tpu_strides
-from ringjax._kernels.tpu_strides import TpuStrides
-from ringjax._meeting.strides import Strides, put
+from ringjax._kernels.strides import Strides, put
+from ringjax._kernels.tpu import strides as tpu_strides
+from ringjax._kernels.tpu.strides import TpuStrides
 
 KERNELS, XLA = TpuStrides(interpret=True), Strides()
 CASES = [

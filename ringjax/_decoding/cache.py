@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
-from ringjax._definition.branch import MAX_POSITIONS
-from ringjax._definition.counts import is_integer
-from ringjax._definition.pattern import DilatedPattern
 from ringjax._mesh.mesh import find_axis
 from ringjax._mesh.placement import check_spec
 from ringjax._mesh.sharded import sharded_zeros
+from ringjax._pattern.branch import MAX_POSITIONS
+from ringjax._pattern.counts import is_integer
+from ringjax._pattern.pattern import DilatedPattern
 
 
 class Cache(NamedTuple):

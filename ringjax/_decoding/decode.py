@@ -14,13 +14,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ringjax._decoding.cache import Cache
-from ringjax._definition.branch import MAX_POSITIONS, Branch
-from ringjax._definition.pattern import DilatedPattern
-from ringjax._definition.sinks import add_sinks, read_sinks
-from ringjax._meeting.softmax import Weighting, accumulation_dtype, divisor_of, merge, shift_of
+from ringjax._kernels.softmax import Weighting, accumulation_dtype, divisor_of, merge, shift_of
 from ringjax._mesh.axes import psum, vary
 from ringjax._mesh.order import after
 from ringjax._mesh.placement import Placement
+from ringjax._pattern.branch import MAX_POSITIONS, Branch
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._pattern.sinks import add_sinks, read_sinks
 
 
 class _Branch(NamedTuple):

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ringjax._definition.warning import warn
 from ringjax._kernels.fused import FusedQueries
 from ringjax._kernels.pieces import Pairs
+from ringjax._kernels.softmax import Keys
 from ringjax._kernels.spans import Span
-from ringjax._meeting.softmax import Keys
+from ringjax._pattern.warning import warn
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _jax

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
+from ringjax._kernels.interface import Request
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
+from ringjax._kernels.meeting import Meeting, Noise, Slots
 from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
-from ringjax._meeting.meeting import Meeting, Noise, Slots
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype, merge
+from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype, merge
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits

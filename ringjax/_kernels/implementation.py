@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Literal
 
-from ringjax._definition.warning import warn, warn_once
 from ringjax._kernels import cudnn
 from ringjax._kernels.fused import Fused
+from ringjax._kernels.interface import Implementation, Request
 from ringjax._kernels.mosaic import MosaicGpu, MosaicTpu, NarrowMosaicTpu
 from ringjax._kernels.xla import Xla
-from ringjax._meeting.protocol import Implementation, Request
+from ringjax._pattern.warning import warn, warn_once
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 
 ImplementationName = Literal["xla", "cudnn", "mosaic"]

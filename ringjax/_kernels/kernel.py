@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ringjax._meeting.protocol import Implementation
-from ringjax._meeting.softmax import Keys, Weighting, accumulation_dtype
+from ringjax._kernels.interface import Implementation
+from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype
 
 
 class KernelPartial(NamedTuple):

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
-from ringjax._kernels import ptxas
+from ringjax._kernels.hopper import ptxas
+from ringjax._kernels.interface import Request
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
+from ringjax._kernels.mask import EMPTY, outline_keys, outline_queries
+from ringjax._kernels.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._kernels.operands import Given, Stats
-from ringjax._meeting.mask import EMPTY, outline_keys, outline_queries
-from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
-from ringjax._meeting.protocol import Request
-from ringjax._meeting.softmax import Keys, Queries, Weighting
-from ringjax._meeting.strides import Strides
+from ringjax._kernels.softmax import Keys, Queries, Weighting
+from ringjax._kernels.strides import Strides
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import Traits
@@ -217,9 +217,9 @@ class MosaicTpu(Mosaic):
     @property
     def kernels(self) -> Kernels:
         """The kernels: to import Pallas takes longer than all of this package, and few devices need it."""
-        from ringjax._kernels import tpu  # noqa: PLC0415
+        from ringjax._kernels.tpu import kernels  # noqa: PLC0415
 
-        return tpu
+        return kernels
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""
@@ -254,7 +254,7 @@ class NarrowMosaicTpu(MosaicTpu):
     @property
     def strides(self) -> Strides:
         """How it takes one of r tokens for each head."""
-        from ringjax._kernels.tpu_strides import TpuStrides  # noqa: PLC0415
+        from ringjax._kernels.tpu.strides import TpuStrides  # noqa: PLC0415
 
         return TpuStrides(self.interpret)
 
@@ -284,9 +284,9 @@ class MosaicGpu(Mosaic):
     @property
     def kernels(self) -> Kernels:
         """The kernels, which no other devices need to be able to import."""
-        from ringjax._kernels import gpu  # noqa: PLC0415
+        from ringjax._kernels.hopper import kernels  # noqa: PLC0415
 
-        return gpu
+        return kernels
 
     def obstacle_of_hardware(self, request: Request) -> str | None:
         """Returns why the devices cannot run the kernels on such arrays, None where they can."""

@@ -1,7 +1,7 @@
 """What a kernel reads and writes, tile by tile: arrays of heads, masks of rows, and where each is for two tiles.
 
 Letters: B batch, K key/value heads, N query heads, G of them for each key/value head; masks are tiled as in
-`_meeting.mask`, with one chunk. Tiles of one side stay, while those of the other side come by.
+`_kernels.mask`, with one chunk. Tiles of one side stay, while those of the other side come by.
 """
 
 import math
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ringjax._meeting.mask import Mask, Visits
-from ringjax._meeting.softmax import Weighting
+from ringjax._kernels.mask import Mask, Visits
+from ringjax._kernels.softmax import Weighting
 
 QUERIES, KEYS = 0, 1  # the sides
 _LAST = 3  # the axis of rows behind their width

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._definition.branch import Window
+from ringjax._kernels.meeting import Meeting, Slots
+from ringjax._kernels.softmax import Keys
 from ringjax._kernels.spans import Labels, Span, are_apart, find_runs, find_shared
-from ringjax._meeting.meeting import Meeting, Slots
-from ringjax._meeting.softmax import Keys
+from ringjax._pattern.branch import Window
 from ringjax._schedule.schedule import BranchSchedule
 
 

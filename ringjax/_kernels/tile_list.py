@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ringjax._meeting.mask import Visits
+from ringjax._kernels.mask import Visits
 
 # What a step finds where it multiplies: nothing, tiles that a mask cuts, tiles that none cuts, or some of all these.
 NOTHING, CUT, WHOLE, SOME = range(4)

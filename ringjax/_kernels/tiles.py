@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ringjax._definition import dropout
-from ringjax._meeting.mask import KeyMask, Mask, QueryMask, masked
-from ringjax._meeting.softmax import Keys, Queries, Weighting, accumulation_dtype, divisor_of, shift_of
+from ringjax._kernels.mask import KeyMask, Mask, QueryMask, masked
+from ringjax._kernels.softmax import Keys, Queries, Weighting, accumulation_dtype, divisor_of, shift_of
+from ringjax._pattern import dropout
 
 
 class Partial(NamedTuple):
@@ -162,7 +162,7 @@ def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Arra
     return partial.numerator / divisor[..., None], partial.maximum + jnp.log(divisor)
 
 
-# The derivation of what follows stands in `_meeting.softmax`.
+# The derivation of what follows stands in `_kernels.softmax`.
 
 
 def start_gradients(queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> Gradients:

@@ -10,10 +10,10 @@ from einops import rearrange
 from jaxtyping import Array, Shaped
 
 from ringjax._kernels import tiles
+from ringjax._kernels.interface import Implementation, Request
+from ringjax._kernels.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
+from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.tiles import Gradients, Partial
-from ringjax._meeting.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
-from ringjax._meeting.protocol import Implementation, Request
-from ringjax._meeting.softmax import Keys, Queries, Weighting
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import OF_TILES

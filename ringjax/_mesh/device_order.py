@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ringjax._definition.counts import is_integer
+from ringjax._pattern.counts import is_integer
 
 Cell = tuple[int, ...]
 

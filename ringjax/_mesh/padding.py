@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Integer, Shaped
 
-from ringjax._definition.arguments import read_ids
-from ringjax._definition.counts import is_integer
 from ringjax._mesh.axes import reshard
 from ringjax._mesh.mesh import check_mesh, find_mesh
+from ringjax._pattern.arguments import read_ids
+from ringjax._pattern.counts import is_integer
 
 PADDING = -1  # the document of tokens that are none
 

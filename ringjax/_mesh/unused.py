@@ -4,9 +4,9 @@ import math
 
 from jaxtyping import Array
 
-from ringjax._definition.warning import warn_once
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement
+from ringjax._pattern.warning import warn_once
 
 
 class MeshWarning(UserWarning):

@@ -5,12 +5,11 @@ import functools
 import math
 from typing import Literal
 
-from ringjax._definition.branch import MAX_POSITIONS, Branch
-from ringjax._definition.pattern import DilatedPattern
+from ringjax._pattern.branch import MAX_POSITIONS, Branch
+from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules
 from ringjax._schedule.side import Side
-
-MAX_BLOCK_ROWS = 512
+from ringjax._schedule.tile_sizes import MAX_BLOCK_ROWS
 
 
 @functools.lru_cache(maxsize=1024)

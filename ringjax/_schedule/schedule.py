@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ringjax._definition.branch import Branch, remainder
+from ringjax._pattern.branch import Branch, remainder
 from ringjax._schedule.side import Side
 from ringjax._schedule.traits import OF_TILES, Traits
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ringjax._definition.branch import Branch, remainder
+from ringjax._pattern.branch import Branch, remainder
 
 # The most pairs of a chunk's start and an offset for which rows are counted one by one; a bound serves for more.
 _MOST_STARTS = 2**22

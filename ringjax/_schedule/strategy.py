@@ -1,14 +1,17 @@
 """How rows meet in each branch: the strategy that a call names, in schedules; integers alone."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from ringjax._definition.counts import check_count, is_integer
+from ringjax._pattern.counts import check_count, is_integer
 from ringjax._schedule.schedule import Schedules
 
-Strategy = Literal["ring", "all_gather", "all_to_all", "auto"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
+StrategyName = Literal["ring", "all_gather", "all_to_all"]
+Strategy = StrategyName | Literal["auto"] | Sequence[StrategyName]
+# Those that a branch can have, and what names them all.
+OF_BRANCHES: tuple[StrategyName, ...] = get_args(StrategyName)
+STRATEGIES = *OF_BRANCHES, "auto"
 
 
 def exchange_sizes(num_devices: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
@@ -20,7 +23,39 @@ def exchange_sizes(num_devices: int, num_heads: int, num_kv_heads: int) -> tuple
     return tuple(size for size in range(1, num_devices + 1) if num_devices % size == 0 and serves(size))
 
 
-def check_exchange_size(exchange_size: Any, strategy: str) -> None:
+def check_strategy(strategy: Any) -> None:
+    """Checks what says how rows meet: a name, or a sequence with one for each branch.
+
+    Raises:
+      ValueError: naming the argument, its value and the remedy.
+    """
+    if isinstance(strategy, str) and strategy in STRATEGIES:
+        return
+    if not isinstance(strategy, tuple | list):
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"strategy={strategy!r} is unknown: use one of {known}, or a tuple of one for each branch")
+    for name in strategy:
+        if name not in OF_BRANCHES:
+            known = ", ".join(map(repr, OF_BRANCHES))
+            raise ValueError(f"strategy={strategy!r} has {name!r}: use one of {known} for each branch")
+
+
+def read_strategy(strategy: Any, num_branches: int) -> str | tuple[str, ...]:
+    """Returns the strategy of all branches, or a tuple of those of each.
+
+    Raises:
+      ValueError: for another number of strategies than branches.
+    """
+    if isinstance(strategy, str):
+        return strategy
+    if len(strategy) != num_branches:
+        raise ValueError(
+            f"strategy={strategy!r} has {len(strategy)} entries, and pattern {num_branches} branches: give one for each"
+        )
+    return tuple(strategy)
+
+
+def check_exchange_size(exchange_size: Any, strategy: Any) -> None:
     """Checks what says how many devices exchange, as far as devices and heads do not matter.
 
     Raises:
@@ -28,7 +63,7 @@ def check_exchange_size(exchange_size: Any, strategy: str) -> None:
     """
     if exchange_size is None:
         return
-    if strategy not in ("all_to_all", "auto"):
+    if not {"all_to_all", "auto"} & {*([strategy] if isinstance(strategy, str) else strategy)}:
         raise ValueError(
             f"exchange_size={exchange_size!r} is given, but strategy={strategy!r} exchanges nothing: leave it out, or "
             'use strategy="all_to_all"'
@@ -57,29 +92,33 @@ def read_exchange_sizes(
     return (exchange_size,)
 
 
-def schedules_with(make: Callable[[int], Schedules], strategy: str, sizes: tuple[int, ...], heads: str) -> Schedules:
-    """Returns the schedules of a strategy; `make` gives the schedules for a number of devices that exchange.
+def schedules_with(
+    make: Callable[[int], Schedules], strategies: Sequence[str], sizes: tuple[int, ...], heads: str
+) -> Schedules:
+    """Returns the schedules, given the strategy of each branch.
 
-    That number is the smallest of `sizes` after which nothing else travels, or else the largest.
+    `make` gives the schedules for a number of devices that exchange. This is the smallest of `sizes` after which
+    nothing else travels in the branches that exchange, or else the largest.
     """
-    schedules = make(1)
-    if strategy == "all_gather":  # open branches keep their hops, which bring less
-        gather = lambda schedule: (
-            dataclasses.replace(schedule, strategy="all_gather") if schedule.is_closed else schedule
-        )
-        return tuple(map(gather, schedules))
-    travelling = [number for number, schedule in enumerate(schedules) if not schedule.is_local]
-    if strategy == "ring" or not travelling or max(sizes) == 1:
-        return schedules
+    schedules = list(make(1))
+    for number, (schedule, strategy) in enumerate(zip(schedules, strategies, strict=True)):
+        if strategy == "all_gather" and schedule.is_closed:  # open branches keep their hops, which bring less
+            schedules[number] = dataclasses.replace(schedule, strategy="all_gather")
+    exchanging = [number for number, strategy in enumerate(strategies) if strategy == "all_to_all"]
+    travelling = [number for number in exchanging if not schedules[number].is_local]
+    if not travelling or max(sizes) == 1:
+        return tuple(schedules)
     size_of = lambda numbers: next((size for size in sizes if _are_local(make(size), numbers)), sizes[-1])
     # Either all tokens are exchanged, and serve all branches, or of each that is not local its rows alone.
-    of_rows = {number: make(size_of([number]))[number] for number in travelling}
-    sides = [schedule.of_devices().queries for schedule in of_rows.values()]
+    exchanged = {number: make(size_of([number]))[number] for number in travelling}
+    sides = [schedule.of_devices().queries for schedule in exchanged.values()]
     has_few = sum(side.chunk_rows for side in sides) < sides[0].shard_length
-    if heads == "all" and has_few and all(schedule.can_exchange_rows for schedule in of_rows.values()):
-        of_rows = {number: dataclasses.replace(schedule, exchanges_rows=True) for number, schedule in of_rows.items()}
-        return tuple(of_rows.get(number, schedule) for number, schedule in enumerate(schedules))
-    return make(size_of(travelling))
+    if heads == "all" and has_few and all(schedule.can_exchange_rows for schedule in exchanged.values()):
+        exchanged = {number: dataclasses.replace(one, exchanges_rows=True) for number, one in exchanged.items()}
+    else:
+        of_tokens = make(size_of(travelling))
+        exchanged = {number: of_tokens[number] for number in exchanging}
+    return tuple(exchanged.get(number, schedule) for number, schedule in enumerate(schedules))
 
 
 def _are_local(schedules: Schedules, numbers: Iterable[int]) -> bool:

@@ -1,0 +1,129 @@
+"""A call in integers: what it asks for, and the schedules with which each strategy would serve it."""
+
+import dataclasses
+import functools
+
+from ringjax._kernels.implementation import implement, obstacle, obstacles
+from ringjax._kernels.interface import Request
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._schedule.make import make_schedule
+from ringjax._schedule.schedule import BranchSchedule, Schedules
+from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
+from ringjax._schedule.tile_sizes import choose_block_size, choose_gpu_block_size
+from ringjax._schedule.work import Work, choose_travelling_side
+
+GPUS = "cuda", "rocm"  # as jax names their platforms
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call asks for.
+
+    Args:
+      request: the arrays, or their shapes, and what implementations have to know. Batch and heads may be those of all
+        devices.
+      pattern: the pattern.
+      num_queries, num_keys: the lengths of the whole sequences.
+      query_offset: the position of the first query, None where it is known only when the program runs.
+      num_devices: the devices along the sequence.
+      batch: the sequences of a device.
+      num_heads: its query heads.
+      num_unmapped: the devices over which the compiler may cut these sequences and heads once more.
+      document_itemsize: the bytes of the number of a document, 0 without documents.
+      is_causal: whether queries see no later keys.
+      exchange_size: how many devices exchange, where the caller says so.
+      implementation: what computes, where the caller says so.
+    """
+
+    request: Request
+    pattern: DilatedPattern
+    num_queries: int
+    num_keys: int
+    query_offset: int | None
+    num_devices: int
+    batch: int
+    num_heads: int
+    num_unmapped: int
+    document_itemsize: int
+    is_causal: bool
+    exchange_size: int | None
+    implementation: str | None
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """The sizes on one device."""
+        query, key, value = self.request.query, self.request.key, self.request.value
+        return Work(
+            pattern=self.pattern,
+            num_kv_heads=key.shape[-2],
+            batch=self.batch,
+            num_heads=self.num_heads,
+            width=query.shape[-1],
+            value_width=value.shape[-1],
+            itemsize=query.dtype.itemsize,
+            sum_itemsize=max(4, *(array.dtype.itemsize for array in (query, key, value))),
+            head_parts=query.shape[-2] // self.num_heads,
+            document_itemsize=self.document_itemsize,
+            needs_lse=self.request.needs_lse,
+            kv_itemsizes=(key.dtype.itemsize, value.dtype.itemsize),
+            has_order=self.request.platform == "cpu",
+        )
+
+    @functools.cached_property
+    def max_block_rows(self) -> int:
+        """The most rows of a tile."""
+        request = self.request
+        if request.block_size is not None:
+            return request.block_size
+        if request.platform in GPUS:
+            head_bytes = self.num_queries // self.num_devices * self.work.width * self.work.itemsize
+            extent = max(branch.extent for branch in self.pattern.branches)
+            return choose_gpu_block_size(head_bytes, self.num_devices, extent)
+        share_cache = request.platform == "cpu" and self.num_devices > 1
+        # If those axes cut nothing, tiles are only larger than they need be.
+        batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)
+        return choose_block_size(batch_heads, request.query.dtype.itemsize, share_cache)
+
+    def schedules(self, strategy: str | tuple[str, ...]) -> Schedules:
+        """Returns the schedule of each branch, before implementations take it; "auto" asks the planner."""
+        if strategy == "auto":
+            from ringjax._tools.forecast import best_strategy  # noqa: PLC0415 - the one tool that a call can need
+
+            strategy = best_strategy(self)
+        sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
+        make = lambda exchange_size: make_schedule(
+            self.pattern,
+            self.num_queries,
+            self.num_devices,
+            self.work.num_kv_heads,
+            is_causal=self.is_causal,
+            max_block_rows=self.max_block_rows,
+            key_length=self.num_keys,
+            query_offset=self.query_offset,
+            exchange_size=exchange_size,
+        )
+        strategies = (strategy,) * len(self.pattern.branches) if isinstance(strategy, str) else strategy
+        return choose_travelling_side(self.work, schedules_with(make, strategies, sizes, self.pattern.heads))
+
+    def implement(self, schedules: Schedules, with_warning: bool = False) -> Schedules:
+        """Returns the schedules in the tiles of what computes them.
+
+        Raises:
+          ValueError: if the named implementation cannot serve all branches.
+        """
+        implemented = implement(schedules, self.implementation, self._request_for(schedules), with_warning)
+        return choose_travelling_side(self.work, implemented)
+
+    def obstacle(self, schedules: Schedules) -> str | None:
+        """Returns why what computes cannot serve such schedules, None where it can."""
+        return obstacle(schedules, self.implementation, self._request_for(schedules))
+
+    def obstacles(self, schedules: Schedules, schedule: BranchSchedule) -> list[tuple[str, str]]:
+        """Returns, where callers name none, the implementations preferred to what serves one of them, and why not."""
+        return [] if self.implementation is not None else obstacles(schedule, self._request_for(schedules))
+
+    def _request_for(self, schedules: Schedules) -> Request:
+        are_heads_cut = self.work.head_parts > 1 or any(schedule.exchange_size > 1 for schedule in schedules)
+        if self.pattern.heads != "grouped" or not are_heads_cut:
+            return self.request
+        return self.request._replace(needs=(*self.request.needs, "heads='grouped' over several devices"))

@@ -1,1 +1,0 @@
-"""What a call would take of a machine, counted before it runs."""

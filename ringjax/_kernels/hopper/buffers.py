@@ -1,0 +1,92 @@
+"""What the shared memory of a block of threads has: rooms for tiles, of one or two stages, and barriers."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.pallas import mosaic_gpu
+
+from ringjax._kernels.hopper.chains import Chains, make_chains
+from ringjax._kernels.operands import QUERIES, KernelCall, KernelOperand
+
+# With what is in newer versions of jax alone.
+plgpu: Any = mosaic_gpu
+
+TILE_ROWS = 128
+COMPUTING = 2  # warpgroups; the next one copies
+STAGES = 2  # of tiles that come by
+_SHARED_BYTES = 220 * 1024  # of memory that a block has for tiles
+_LINE_BYTES = 128
+
+
+class Barriers(NamedTuple):
+    """What warpgroups wait for; of what is copied, one for each stage.
+
+    `stays`: a tile that stays is there. `stays_spent`: both have read it. `passes`: a tile of each of the two operands
+    that come by is there, and with the first one the rows of numbers. `spent`: both have read it. `turn`: the other one
+    has got as far.
+    """
+
+    stays: Any
+    stays_spent: Any
+    passes: tuple[Any, Any]
+    spent: tuple[Any, Any]
+    turn: Any
+
+
+def chains_of(call: KernelCall, leaves: list[KernelOperand]) -> Chains:
+    """Returns the chains: of one tile where shared memory has no room for the next one."""
+    num_bytes = lambda stays: sum(
+        math.prod(_room_shape(leaves[number])) * leaves[number].array.dtype.itemsize
+        for number in staged(call, leaves, stays)
+    )
+    can_link = 2 * num_bytes(True) + STAGES * num_bytes(False) <= _SHARED_BYTES
+    return make_chains(call.num_tiles[call.stays], call.sizes.heads[call.stays], call.stays == QUERIES, can_link)
+
+
+def stay_stages(chains: Chains) -> int:
+    """Returns how many tiles that stay shared memory has at once."""
+    return min(2, chains.links)
+
+
+def staged(call: KernelCall, leaves: list[KernelOperand], stays: bool) -> list[int]:
+    """Returns the numbers of the operands that are copied, of one side; sums are not."""
+    num_sums = sum(isinstance(result, jax.Array) for result in call.results)
+    copied = leaves[: len(leaves) - num_sums]
+    return [number for number, leaf in enumerate(copied) if (leaf.side == call.stays) == stays]
+
+
+def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
+    """Returns the operands that come by: the first one, with the rows of numbers, and the second."""
+    numbers = staged(call, leaves, stays=False)
+    first, second = (number for number in numbers if not leaves[number].rows_last)
+    return [first, *(number for number in numbers if leaves[number].rows_last)], [second]
+
+
+def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
+    """Returns the shape of a tile of an operand: on GPUs numbers alone have their rows last."""
+    return (TILE_ROWS,) if leaf.rows_last else (TILE_ROWS, leaf.array.shape[-1])
+
+
+def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> list[Any]:
+    """Returns the room of each operand that is copied."""
+    rooms = []
+    for stays, stages in ((True, stay_stages(chains)), (False, STAGES)):
+        for number in staged(call, leaves, stays):
+            leaf = leaves[number]
+            dtype = leaf.array.dtype
+            # As the matrix unit wants its operands: a line of 128 bytes of each of eight rows.
+            lines = plgpu.TilingTransform((8, _LINE_BYTES // dtype.itemsize)), plgpu.SwizzleTransform(_LINE_BYTES)
+            transforms = () if leaf.rows_last or call.interpret else lines
+            rooms.append((number, plgpu.SMEM((stages, *_room_shape(leaf)), dtype, transforms=transforms)))
+    return [room for _, room in sorted(rooms, key=lambda pair: pair[0])]
+
+
+def make_barriers(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> Barriers:
+    """Returns the barriers."""
+    barrier = lambda arrivals, stages=STAGES: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    (first, second), stages = passes_of(call, leaves), stay_stages(chains)
+    spent = barrier(COMPUTING)
+    stays, stays_spent = barrier(len(staged(call, leaves, stays=True)), stages), barrier(COMPUTING, stages)
+    turn = plgpu.Barrier(num_arrivals=COMPUTING)
+    return Barriers(stays, stays_spent, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)

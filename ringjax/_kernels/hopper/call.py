@@ -1,0 +1,300 @@
+"""How a kernel for Hopper GPUs is run: a block of threads for a chain of tiles that stay, past which the others come.
+
+Two warpgroups compute, each for half of the rows of the tile that stays. A third copies: a tile that stays, and then
+the tiles that come by, as many ahead as shared memory has stages. While the results of one tile are written, the next
+one is copied already. Barriers say what is there, what is spent, and whose turn it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from ringjax._kernels.hopper.buffers import (
+    COMPUTING,
+    STAGES,
+    TILE_ROWS,
+    Barriers,
+    chains_of,
+    make_barriers,
+    make_rooms,
+    passes_of,
+    plgpu,
+    staged,
+    stay_stages,
+)
+from ringjax._kernels.hopper.chains import Chains
+from ringjax._kernels.operands import KEYS, KernelCall, KernelOperand, flatten
+from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
+
+OWN_ROWS = TILE_ROWS // COMPUTING  # of a warpgroup, of the tile that stays
+# The registers of each thread of a warpgroup, of the 65536 that there are.
+_REGISTERS, _REGISTERS_TO_COPY = 240, 24
+TURNS_OF_STEP = 2  # for products of queries and keys, and for those of weights and values
+
+
+class GpuStep(NamedTuple):
+    """What a kernel is given in a step: trees of references, as the arrays were, each to what of it meets.
+
+    Those of the tile that stays are to the warpgroup's own rows. A kernel waits for each of the two operands that come
+    by, and releases it when it has read it for the last time: with the first one, also the rows of numbers.
+    """
+
+    given: tuple[Any, ...]
+    is_whole: Any
+    slot: Any
+    barriers: Barriers
+
+    def wait(self, number: int) -> None:
+        """Waits until an operand is there."""
+        plgpu.barrier_wait(self.barriers.passes[number].at[self.slot])
+
+    def release(self, number: int) -> None:
+        """Lets an operand be replaced."""
+        plgpu.barrier_arrive(self.barriers.spent[number].at[self.slot])
+
+    def arrive(self) -> None:
+        """Lets the other warpgroup take its turn."""
+        plgpu.barrier_arrive(self.barriers.turn)
+
+    def take_turn(self) -> None:
+        """Waits for the turn; the other one has to `arrive` as often as this one."""
+        plgpu.barrier_wait(self.barriers.turn)
+
+
+@runtime_checkable
+class GpuKernel(Protocol):
+    """What a warpgroup computes: from sums that it starts, step by step, to results.
+
+    One that `takes_turns` uses the matrix unit while the other warpgroup does not: `TURNS_OF_STEP` times in a step.
+    """
+
+    takes_turns: bool
+
+    def start(self, before: tuple[Any, ...]) -> Any:
+        """Returns the sums of no step, given references to what is added to, if there is something."""
+        ...
+
+    def step(self, step: GpuStep, sums: Any) -> Any:
+        """Returns the sums with those of a step."""
+        ...
+
+    def finish(self, sums: Any, before: tuple[Any, ...]) -> tuple[Array, ...]:
+        """Returns the results."""
+        ...
+
+
+class _Lists(NamedTuple):
+    """References to the tiles of chains, to how many steps each tile has, and to these.
+
+    A tile's number is read, not computed: what is computed from the number of a block stays in registers.
+    """
+
+    tiles: Any
+    lengths: Any
+    steps: Any
+
+
+class _Tile(NamedTuple):
+    """A tile that stays: the stage of shared memory that has it, its number, and which entries its steps have."""
+
+    stage: Any
+    number: Any
+    start: Any
+    num_steps: Any
+
+
+class _Block(NamedTuple):
+    """What a block of threads knows: of each operand the reference, and for those that are copied the room.
+
+    It takes a chain of tiles of a head, whose steps are in the list with that number.
+    """
+
+    call: KernelCall
+    chains: Chains
+    leaves: list[KernelOperand]
+    results: list[KernelOperand]
+    tree: Any
+    lists: _Lists
+    refs: list[Any]
+    outs: list[Any]
+    rooms: list[Any]
+    barriers: Barriers
+    head: Any
+    list_number: Any
+    chain: Any
+
+    @property
+    def groups(self) -> np.int32:
+        """How many heads of queries share a tile of keys that stays."""
+        return np.int32(self.call.sizes.groups if self.call.stays == KEYS else 1)
+
+    def tile(self, link: Any) -> _Tile:
+        """Returns a tile of its chain."""
+        number = self.lists.tiles[self.chain * np.int32(self.chains.links) + link]
+        entry = self.list_number * np.int32(self.chains.num_tiles) + number
+        num_others = np.int32(self.call.num_tiles[1 - self.call.stays])
+        num_steps = self.lists.lengths[entry] * self.groups
+        return _Tile(jax.lax.rem(link, np.int32(stay_stages(self.chains))), number, entry * num_others, num_steps)
+
+    def over_tiles(self, take: Callable[[Any, _Tile, Any], None]) -> None:
+        """Takes each of its tiles, given its number and how many steps those before it have."""
+
+        def run(link: Any, steps: Any) -> Any:
+            link = jax.lax.convert_element_type(link, np.int32)
+            tile = self.tile(link)
+            take(link, tile, steps)
+            return steps + tile.num_steps
+
+        jax.lax.fori_loop(np.int32(0), np.int32(self.chains.links), run, np.int32(0))
+
+    def entry(self, tile: _Tile, step: Any) -> tuple[Any, Any]:
+        """Returns the entry of the list that a step takes, and which of the heads that share a tile of keys."""
+        if self.groups == 1:
+            return tile.start + step, 0
+        return tile.start + jax.lax.div(step, self.groups), jax.lax.rem(step, self.groups)
+
+    def is_whole(self, tile: _Tile, step: Any) -> Any:
+        """Whether no mask cuts what meets in a step."""
+        return is_whole_step(self.lists.steps[self.entry(tile, step)[0]])
+
+    def copy(self, tile: _Tile, step: Any, number: int, room: Any, barrier: Any) -> None:
+        """Copies a tile of an operand."""
+        (entry, group), leaf = self.entry(tile, step), self.leaves[number]
+        place = self.call.sizes.place(self.head, group, tile.number, passing_in(self.lists.steps[entry]))
+        rows = pl.ds(place.tiles[leaf.side] * TILE_ROWS, TILE_ROWS)
+        plgpu.copy_gmem_to_smem(self.refs[number].at[leaf.at(place, rows)], room, barrier)
+
+
+def launch(call: KernelCall) -> list[Array]:
+    """Runs a kernel; `call.kernel` is a `GpuKernel`."""
+    (leaves, tree), outs = flatten(call.operands()), call.outs()
+    chains = chains_of(call, leaves)
+    scalars = _Lists(*(array.reshape(-1) for array in (chains.tiles, *find_stretches(call.visits))))
+    arrays = [leaf.array for leaf in leaves]
+
+    def body(*refs: Any) -> None:
+        block, warpgroup = _enter(call, chains, leaves, outs, tree, refs), jax.lax.axis_index("warpgroup")
+        pl.when(warpgroup < COMPUTING)(lambda: _compute(block, warpgroup))
+        pl.when(warpgroup == COMPUTING)(lambda: _copy(block))
+
+    body.__name__ = f"ringjax_{call.name}"
+    run = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(out.array.shape, out.array.dtype) for out in outs],
+        scratch_types=[make_rooms(call, chains, leaves), make_barriers(call, chains, leaves)],
+        grid=(call.sizes.heads[call.stays] * chains.num_chains,),
+        grid_names=("chain",),
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        cost_estimate=pl.CostEstimate(**call.cost(arrays)),
+        interpret=call.interpret or None,
+    )
+    # What comes out of a kernel is not said to vary along axes of the mesh.
+    varying = tuple(call.varying.varying)
+    return call.take_back([jax.lax.pcast(array, varying, to="varying") for array in run(*scalars, *arrays)])
+
+
+def _enter(
+    call: KernelCall,
+    chains: Chains,
+    leaves: list[KernelOperand],
+    results: list[KernelOperand],
+    tree: Any,
+    refs: tuple[Any, ...],
+) -> _Block:
+    """Returns what a block of threads knows, which begins: the head and the chain that are its own."""
+    lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
+    index, num_chains, sizes = jax.lax.axis_index("chain"), np.int32(chains.num_chains), call.sizes
+    head, chain = jax.lax.div(index, num_chains), jax.lax.rem(index, num_chains)
+    *outs, rooms, barriers = refs[len(leaves) :]
+    return _Block(
+        call,
+        chains,
+        leaves,
+        results,
+        tree,
+        lists,
+        refs=list(refs[: len(leaves)]),
+        outs=outs,
+        rooms=list(rooms),
+        barriers=Barriers(*barriers),
+        head=head,
+        list_number=jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)),
+        chain=chain,
+    )
+
+
+def _copy(block: _Block) -> None:
+    """What the warpgroup does that copies."""
+    plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
+    barriers, stages = block.barriers, stay_stages(block.chains)
+
+    def copy(link: Any, tile: _Tile, before: Any) -> None:
+        pl.when(link >= stages)(lambda: plgpu.barrier_wait(barriers.stays_spent.at[tile.stage]))
+        for number in staged(block.call, block.leaves, stays=True):
+            room = block.rooms[number].at[tile.stage]
+            block.copy(tile, np.int32(0), number, room, barriers.stays.at[tile.stage])
+
+        @pl.loop(np.int32(0), tile.num_steps)
+        def _(step: Any) -> None:
+            slot = jax.lax.rem(before + step, np.int32(STAGES))
+            for numbers, here, spent in zip(
+                passes_of(block.call, block.leaves), barriers.passes, barriers.spent, strict=True
+            ):
+                pl.when(before + step >= STAGES)(lambda spent=spent: plgpu.barrier_wait(spent.at[slot]))
+                for number in numbers:
+                    block.copy(tile, step, number, block.rooms[number].at[slot], here.at[slot])
+
+    block.over_tiles(copy)
+
+
+def _compute(block: _Block, warpgroup: Any) -> None:
+    """What a warpgroup does that computes."""
+    plgpu.set_max_registers(_REGISTERS, action="increase")
+    kernel: GpuKernel = block.call.kernel
+    turn = lambda: _take_turns(block.barriers, 1)
+    if kernel.takes_turns:
+        pl.when(warpgroup == 1)(turn)
+    block.over_tiles(lambda link, tile, before: _compute_tile(block, warpgroup, tile, before))
+    if kernel.takes_turns:
+        pl.when(warpgroup == 0)(turn)
+
+
+def _take_turns(barriers: Barriers, count: int) -> None:
+    for _ in range(count):
+        plgpu.barrier_arrive_and_wait(barriers.turn)
+
+
+def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> None:
+    """Computes the warpgroup's rows of a tile; so many steps were `before`."""
+    kernel, barriers = block.call.kernel, block.barriers
+    own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
+    rows = pl.ds(tile.number * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
+    place = block.call.sizes.place(block.head, 0, tile.number, 0)
+    outs = [ref.at[out.at(place, rows)] for out, ref in zip(block.results, block.outs, strict=True)]
+    operands = zip(block.leaves[len(block.rooms) :], block.refs[len(block.rooms) :], strict=True)
+    sums_before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in operands)
+    stays = set(staged(block.call, block.leaves, stays=True))
+    plgpu.barrier_wait(barriers.stays.at[tile.stage])
+    if kernel.takes_turns:
+        # The second warpgroup ends a tile in the turns of the next one. Did that have none, it would wait for the first
+        # one, which waits for the tile after that, which waits for the stage that the second one still has.
+        pl.when(tile.num_steps == 0)(lambda: _take_turns(barriers, TURNS_OF_STEP))
+
+    def take(step: Any, sums: Any) -> Any:
+        slot = jax.lax.rem(before + step, np.int32(STAGES))
+        at = lambda number: (tile.stage, own) if number in stays else slot
+        refs = [room.at[at(number)] for number, room in enumerate(block.rooms)]
+        given = block.tree.unflatten([*refs, *sums_before])
+        return kernel.step(GpuStep(given, block.is_whole(tile, step), slot, barriers), sums)
+
+    sums = jax.lax.fori_loop(np.int32(0), tile.num_steps, take, kernel.start(sums_before))
+    plgpu.barrier_arrive(barriers.stays_spent.at[tile.stage])
+    for out, result in zip(outs, kernel.finish(sums, sums_before), strict=True):
+        # Unoptimized: numbers of 16 bits fill but half of what memory takes at once.
+        plgpu.store(out, result.astype(out.dtype), optimized=False)

@@ -1,0 +1,143 @@
+"""The interface of implementations: what computes where rows of queries and of keys meet."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Shaped
+
+from ringjax._kernels.meeting import Meeting, Noise, Slots
+from ringjax._kernels.softmax import Keys, Queries, Weighting, residuals
+from ringjax._kernels.strides import Strides
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+from ringjax._schedule.traits import Traits
+
+
+class Request(NamedTuple):
+    """What a call asks for: the arrays or their shapes, and the platform.
+
+    `unmapped` are the axes of the mesh that shard_map does not map over. `needs` is what is asked for beyond the
+    pattern: arguments that few implementations serve. `needs_lse` says whether the lse is asked for, and may have a
+    gradient.
+    `device_kind` is what jax calls the devices, `block_size` the most rows of a tile, where the caller says so. Where
+    the `documents_are_sorted`, the documents of tokens do not decrease.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    platform: str
+    unmapped: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    needs_lse: bool = False
+    device_kind: str = ""
+    block_size: int | None = None
+    precision: Any = None
+    documents_are_sorted: bool = False
+
+    def obstacle_to_kernels(self) -> str | None:
+        """Returns why no kernel can serve the request, None where one may."""
+        dtypes = self.query.dtype, self.key.dtype, self.value.dtype
+        if len(set(dtypes)) > 1:
+            return "it takes one dtype, and query, key and value are of {}, {} and {}".format(*dtypes)
+        if self.unmapped:
+            # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
+            return f"the mesh axes {self.unmapped} are Auto: say with spec=P(...) what they cut, or make them Explicit"
+        return None
+
+
+class Implementation(abc.ABC):
+    """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
+
+    Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
+    the axis of their slots, and that of the width of each.
+    """
+
+    slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
+    width_axis: int = -1
+    platform: str | None  # the one that it runs on, as jax names it; None for any
+    traits: Traits  # what others may know of it
+
+    @abc.abstractmethod
+    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
+        """Returns why it cannot serve a request in a branch, None where it can."""
+
+    @abc.abstractmethod
+    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
+        """Returns the schedule in tiles of its own."""
+
+    @property
+    def strides(self) -> Strides:
+        """How it takes one of r tokens for each head, where a branch keeps such rows."""
+        return Strides()
+
+    @abc.abstractmethod
+    def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
+        """Lays rows out; those of queries by groups, the heads of one key/value head."""
+
+    @abc.abstractmethod
+    def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
+        """Undoes `lay_out`."""
+
+    @abc.abstractmethod
+    def see_queries(self, slots: Slots, noise: Noise | None = None) -> Any:
+        """Returns what it sees of slots of queries, whose dropout is drawn from `noise`."""
+
+    @abc.abstractmethod
+    def see_keys(self, slots: Slots) -> Any:
+        """Returns what it sees of slots of keys."""
+
+    @abc.abstractmethod
+    def start(self, query: Array, keys: Keys) -> Any:
+        """Returns the softmax of nothing."""
+
+    def resume(self, out: Array, lse: Array) -> Any:
+        """Returns the softmax under way that has these results, laid out, as `finish` returns them.
+
+        Only of an implementation that adds to sums is it asked for.
+        """
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Any) -> Any:
+        """Adds the attention of queries on keys to a softmax under way."""
+
+    @abc.abstractmethod
+    def finish(self, partial: Any) -> tuple[Array, Array]:
+        """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
+
+    def residuals(
+        self,
+        out: Float[Array, "*B n N V"],
+        lse: Float[Array, "*B n N"],
+        out_grad: Float[Array, "*B n N V"],
+        lse_grad: Any,
+    ) -> tuple[Array, ...]:
+        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+        return residuals(out, lse, out_grad, lse_grad)
+
+    def make_queries(self, *arrays: Array) -> Any:
+        """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
+        query, out_grad, *narrow = arrays
+        return Queries(query, out_grad, *map(self.numbers, narrow))
+
+    def numbers(self, tiles: Array) -> Array:
+        """Returns the numbers in rows that are laid out, one in each: they have no width."""
+        return jax.lax.index_in_dim(tiles, 0, self.width_axis, keepdims=False)
+
+    @abc.abstractmethod
+    def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
+        """Returns the gradients of nothing but those given. Those of queries, keys and values may begin as `zeros`.
+
+        A gradient that is returned as None may be given as None.
+        """
+
+    @abc.abstractmethod
+    def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:
+        """Adds what the pairs that meet contribute to sums of gradients under way."""
+
+    @abc.abstractmethod
+    def finish_gradients(self, grads: Any, weighting: Weighting) -> tuple[Array, Array, Array]:
+        """Returns the gradients of queries, keys and values, laid out as these are."""

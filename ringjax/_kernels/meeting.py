@@ -1,0 +1,247 @@
+"""The meeting of rows: which tokens are in the slots of shards, and the mask of those that attend to each other.
+
+B batch, K key/value heads that run the branch, O those of them that are told apart, classes of heads with the same
+rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R rows (slots) of a block.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Bool, Int, UInt
+
+from ringjax._kernels.mask import (
+    EMPTY,
+    KeyMask,
+    Mask,
+    Outline,
+    QueryMask,
+    Taken,
+    find_visits,
+    outline_keys,
+    outline_queries,
+)
+from ringjax._kernels.rows import Rows, pick
+from ringjax._pattern import dropout
+from ringjax._pattern.branch import remainder
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+
+
+class Noise(NamedTuple):
+    """What the dropout of a branch is drawn from: the seeds, and the global numbers of batches and query heads."""
+
+    seed: UInt[Array, "B 2"]
+    batch: Int[Array, "B"]
+    head: Int[Array, "K G"]
+
+    def stream(self, token: UInt[Array, "I C O R"]) -> tuple[UInt[Array, "I B C K G R"], UInt[Array, "I B C K G R"]]:
+        """Returns the start and the step of the stream of each row of queries."""
+        batch, head = self.batch[:, None, None, None, None], self.head[..., None]
+        seed = self.seed.T.reshape(2, *batch.shape)
+        return dropout.make_stream(seed, batch, head, token[:, None, :, :, None])
+
+
+class Tiles(NamedTuple):
+    """Rows of queries, or of keys and values, as their implementation has them, with the documents of each."""
+
+    arrays: Any
+    documents: Int[Array, "J B C classes R"] | None = None
+
+
+class Slots(NamedTuple):
+    """Where rows are when they are computed: whose they are, and whether the halves of balanced shards are swapped."""
+
+    rows: Rows
+    shards: Int[Array, "S"] | UInt[Array, "S"]
+    is_swapped: bool
+    documents: Int[Array, "J B C classes R"] | None = None
+
+    @property
+    def schedule(self) -> BranchSchedule:
+        """The schedule of the branch that the rows are of."""
+        return self.rows.schedule
+
+    @property
+    def side(self) -> Side:
+        """The side of the branch that they are of."""
+        return self.rows.side
+
+    def outlined(self) -> "Slots":
+        """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
+        return self._replace(rows=self.rows.of_classes())
+
+    def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
+        """Returns the position of the token in each slot of each shard's tiles, and whether there is one.
+
+        None where every slot of every shard has one. Tiles of one group follow each other, whatever shards they are of.
+        """
+        side, offset = self.side, self.rows.offset[:, None]
+        shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
+        tile = np.arange(side.num_tiles, dtype=np.uint32)[:, None, None, None]
+        chunk = tile // side.num_blocks * side.chunks_per_tile
+        chunk = chunk + np.arange(side.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
+        slot = np.uint32(side.block_rows) * (tile % side.num_blocks)  # [I, 1, 1, 1]
+        slots = jnp.arange(side.block_rows, dtype=jnp.uint32)
+        if side.is_strided:
+            start, end = self._spans(shard, chunk, slot)
+            token = start + (offset + slots * np.uint32(side.step))  # [S, I, C, O, R]
+            is_row = None if side.is_full else token < end
+        else:
+            # The halves of a shard's slots are whole tiles, each of another shard.
+            shard, slot = self.schedule.origin(shard, slot) if self.is_swapped else (shard, slot)
+            token, is_row = side.slot_token(shard, chunk, slots + slot, offset)
+        if is_row is not None and side.num_full_chunks > side.num_chunks:
+            is_row &= chunk < side.num_chunks
+        flat = lambda array: rearrange(array, "S (groups I) C O R -> (groups S I) C O R", groups=side.num_tile_groups)
+        return flat(token), None if is_row is None else flat(is_row)
+
+    def _spans(self, shard: Any, chunk: Any, slot: Any) -> tuple[Array, Array]:
+        """Returns the first token of each tile's blocks, and where their chunks or the tokens end."""
+        side = self.side
+        step, stop = np.uint32(side.step), np.uint32(side.stop) if isinstance(side.stop, int) else side.stop
+        if not self.is_swapped:
+            begin = shard * np.uint32(side.shard_length) + side.first(0, chunk)
+            end = begin + np.uint32(side.chunk_length)
+            return begin + slot * step, end if side.is_full else jnp.minimum(end, stop)
+        # By a table of the shards and the slots that their two halves are from.
+        shards = np.arange(side.num_shards)[:, None]
+        holder, first_slot = self.schedule.origin(shards, np.array([0, side.num_slots // 2]))
+        begin = side.first(holder)
+        table = np.stack([begin + first_slot * step, np.minimum(begin + side.chunk_length, stop)])
+        tiles = side.num_tiles // 2
+        start, end = jnp.repeat(pick(table.astype(np.uint32), self.shards, axis=1), tiles, axis=2)[
+            ..., None, None, None
+        ]
+        return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * step, end
+
+    def labels(
+        self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True
+    ) -> tuple[Any, Any, tuple[Taken, ...]]:
+        """Returns the documents, the residues where tiles mix these, and what earlier branches have taken."""
+        heads, branch = self.rows.heads, self.side.branch
+        documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
+        is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "residues")
+        residue = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
+        taken = []
+        for (_, earlier), offsets in zip(self.schedule.earlier, heads.earlier_offsets, strict=True):
+            label = first = last = None
+            if earlier.is_by_group or earlier.modulus > 1:
+                is_kept = earlier.keeps(token, pick(offsets, heads.classes)[:, None])
+                label = jnp.where(is_kept, earlier.group(token).astype(jnp.int32), -2 if of_keys else -1)[:, None]
+            if not (of_keys or earlier.is_by_group):
+                # On both sides, causal or not: so a tile on the diagonal is taken as a whole.
+                first, last = _interval(earlier.seen(token))
+            taken.append(Taken(label, first, last))
+        return documents, residue, tuple(taken)
+
+    def of_members(self, is_row: Any, document: Any) -> Bool[Array, "J A C K R"] | None:
+        """Returns which rows are of a head that runs the branch, and of a document; None where all are."""
+        conditions = [
+            None if is_row is None else is_row[:, None],
+            None if document is None else document >= 0,
+            self._of_member_heads(),
+        ]
+        conditions = [condition for condition in conditions if condition is not None]
+        return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+    def _of_member_heads(self) -> Bool[Array, "J 1 C K 1"] | None:
+        is_member = self.rows.heads.is_member
+        if is_member is None:
+            return None
+        tiles, chunks = self.side.num_tiles * self.shards.size, self.side.chunks_per_tile
+        return jnp.broadcast_to(is_member[:, None], (tiles, 1, chunks, is_member.size, 1))
+
+
+class View(NamedTuple):
+    """What tiles see of one side of a meeting: the mask of its rows, and the outlines of its tiles."""
+
+    mask: Any
+    outline: Outline
+    is_by_batch: bool = False
+
+
+class Meeting(NamedTuple):
+    """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
+
+    `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
+    `hops` is how far those that travelled did: zero where both sides are of one shard, an array where that is data.
+    Where `is_branch_final`, nothing is added to the results of the branch. Where it `continues`, it adds to sums of
+    earlier branches.
+    """
+
+    schedule: BranchSchedule
+    queries: Any
+    keys: Any
+    is_new: Any = True
+    hops: Any = 0
+    is_branch_final: bool = False
+    continues: bool = False
+
+    @property
+    def is_only(self) -> bool:
+        """Whether sums of the rows of queries begin and end here."""
+        return not self.continues and (self.schedule.is_local or self.schedule.is_gathered)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its results are those of the call: nothing is added to them."""
+        return self.is_branch_final and self.schedule.is_local
+
+
+def see_queries(slots: Slots, noise: Noise | None = None) -> View:
+    """Returns the side of queries, whose dropout is drawn from `noise`."""
+    mask = mask_queries(slots, noise)
+    outlined = mask if slots.rows.is_whole else mask_queries(slots.outlined())
+    # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
+    is_by_batch = slots.documents is not None and slots.rows.is_whole
+    return View(mask, outline_queries(outlined, slots.side.num_tile_groups), is_by_batch)
+
+
+def see_keys(slots: Slots) -> View:
+    """Returns the side of keys."""
+    mask, is_member = mask_keys(slots), slots.rows.heads.is_member
+    outlined = mask if slots.rows.is_whole else mask_keys(slots.outlined())
+    is_full = True if is_member is None else is_member.all()
+    return View(mask, outline_keys(outlined, slots.side.num_tile_groups, is_full))
+
+
+def make_mask(meeting: Meeting) -> Mask:
+    """Returns which queries attend to which keys: those that they see, of their document and of no earlier branch."""
+    queries, keys = meeting.queries, meeting.keys
+    visits = find_visits(queries.outline, keys.outline, queries.is_by_batch)
+    if meeting.is_new is not True:
+        visits = visits._replace(meets=visits.meets & meeting.is_new)
+    return Mask(queries.mask, keys.mask, visits, queries.is_by_batch)
+
+
+def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: bool = True) -> QueryMask:
+    """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
+    schedule = slots.schedule
+    token, is_row = slots.tokens()
+    document, residue, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
+    is_row = slots.of_members(is_row, document)
+    stream = () if noise is None else noise.stream(token)
+    first, last = _interval(slots.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
+    if is_row is not None:
+        first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
+    elif schedule.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
+        first = None
+    return QueryMask(first, last, document, residue, taken, stream)
+
+
+def mask_keys(slots: Slots, are_chunks_apart: bool = True) -> KeyMask:
+    """Returns what attends to each key, as `mask_queries` does for queries."""
+    token, is_row = slots.tokens()
+    document, residue, taken = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
+    position = token.astype(jnp.int32)[:, None]
+    return KeyMask(position, slots.of_members(is_row, document), document, residue, taken)
+
+
+def _interval(positions: tuple[Any, Any], is_causal: bool = False) -> tuple[Int[Array, "J 1 C O R"], ...]:
+    first, last = positions
+    if not is_causal:  # it may end beyond the 31 bits of positions
+        last = jnp.minimum(last, EMPTY[0] - 1)
+    return first.astype(jnp.int32)[:, None], last.astype(jnp.int32)[:, None]

@@ -1,0 +1,198 @@
+"""What one device does: in each part of the plan it exchanges tokens for heads, computes, and exchanges back.
+
+B batch, n tokens of the device, K key/value heads, G query heads of each, N = K * G, H and V the widths.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Integer, UInt
+
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.softmax import accumulation_dtype, merge
+from ringjax._mesh.axes import vary, varying_axes
+from ringjax._mesh.order import after, zeros_behind
+from ringjax._parallel.plan import Plan
+from ringjax._parallel.shard import Shard, add_gradients, add_results
+
+
+class Context(NamedTuple):
+    """What attention depends on beside its arguments, and is not differentiated by.
+
+    `KINDS` says how each lies on the mesh, as `Placement.map` takes it.
+    """
+
+    KINDS = "ddir"
+
+    query_documents: Int[Array, "*B T"] | None = None
+    key_documents: Int[Array, "*B S"] | None = None
+    seed: UInt[Array, "*instances 2"] | None = None
+    query_offset: Integer[Array, ""] | None = None
+
+    @property
+    def documents(self) -> tuple[Array | None, Array | None]:
+        """The documents of queries and of keys."""
+        return self.query_documents, self.key_documents
+
+
+class Backward(NamedTuple):
+    """What the backward is given: the arguments, the results, and the cotangents of those that were used.
+
+    `KINDS` as those of `Context`.
+    """
+
+    KINDS = "qkkqqqq"
+
+    query: Float[Array, "*B T N H"]
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K V"]
+    out: Float[Array, "*B T N V"]
+    lse: Float[Array, "*B T N"]
+    out_grad: Float[Array, "*B T N V"] | None
+    lse_grad: Float[Array, "*B T N"] | None
+
+
+def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: Plan) -> tuple[Array, Array]:
+    """Returns the output and the lse of a device's queries."""
+    plan = plan.at(Context(*context).query_offset)
+    axes = _axes((query, key, value, context), plan)
+    arrays, context = _group(query, key, value, axes, plan), _group_context(Context(*context), axes)
+    batch_shape, heads, dtype = query.shape[:-3], query.shape[-2], accumulation_dtype(query, key, value)
+    results: Any = []
+    for part in plan.parts:
+        earlier = results[-1] if results else None
+        shard = _enter(part, arrays[:1], arrays[1:], context, batch_shape, heads, earlier)
+        is_final = len(plan.parts) == 1
+        out, lse = add_results(part, shard, dtype, earlier, is_final)
+        if is_final:  # then nothing is added to it: it travels, and is returned, as the caller has it
+            out = out.astype(query.dtype)
+        results.append(_leave(part, (out, lse), (), arrays, (0.0, -jnp.inf)))
+    out_shape = (*query.shape[:-1], value.shape[-1])
+    results = [(out.reshape(out_shape), lse.reshape(query.shape[:-1])) for out, lse in results]
+    out, lse = results[0] if len(results) == 1 else merge(*zip(*results, strict=True))
+    return out.astype(query.dtype), lse
+
+
+def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
+    """Returns the gradients of a device's queries, keys and values, given what is in `Backward` and in `Context`."""
+    size = len(Backward._fields)
+    query, key, value, out, lse, out_grad, lse_grad = Backward(*given[:size])
+    context = Context(*given[size:])
+    plan = plan.at(context.query_offset)
+    axes = _axes((query, key, value, context), plan)
+    # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
+    arrays, ungroup = jax.vjp(functools.partial(_group, axes=axes, plan=plan), query, key, value)
+    context = _group_context(context, axes)
+    batch_shape, heads = query.shape[:-3], query.shape[-2]
+    cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
+    # To look at an array that a compiler cuts would be a collective.
+    is_seen = plan.placement.is_whole and all(schedule.is_local for schedule in plan.schedules)
+    (zero,) = zeros_behind(lse if is_seen else (), lse.dtype, 1)
+    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
+    # that knew that the gradients begin as zeros would make these arrays long before they are needed.
+    arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, zero))
+    # Apart, as nothing has to wait for it: sums of its products are of more bits, and a TPU's compiler that saw where
+    # it is from would lay it out anew in that many.
+    out = jax.lax.optimization_barrier(out)
+    # What the backward of each implementation needs of a query, before any rows are taken.
+    residuals = {
+        implementation: [
+            array.reshape(-1, *array.shape[-3:])
+            for array in IMPLEMENTATIONS[implementation].residuals(out, lse, cotangent, lse_grad)
+        ]
+        for implementation in dict.fromkeys(schedule.implementation for schedule in plan.schedules)
+    }
+    # The forward's rings come first, and those of layers behind it.
+    earlier: Any = lse, cotangent, lse_grad
+    grads: Any = []
+    for part in plan.parts:
+        queries = (
+            arrays[0],
+            {schedule.implementation: residuals[schedule.implementation] for schedule in part.schedules},
+        )
+        shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
+        # A gradient that nothing is added to travels in the dtype of the caller's array.
+        is_final, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
+        are_final = is_final, *2 * [is_final and num_copies == 1]
+        of_part = add_gradients(part, shard, zero, earlier, are_final)
+        narrow = lambda grad, array, is_final: grad.astype(array.dtype) if is_final else grad
+        of_query, *of_keys = map(narrow, of_part, arrays, are_final)
+        earlier = _leave(part, (of_query,), tuple(of_keys), arrays, (0.0, 0.0, 0.0))
+        grads.append(earlier)
+    grads = functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), grads)
+    return ungroup(tuple(grad.astype(array.dtype) for grad, array in zip(grads, arrays, strict=True)))
+
+
+def _enter(
+    part: Plan,
+    queries: tuple[Any, ...],
+    keys: tuple[Array, ...],
+    context: Context,
+    batch_shape: tuple[Any, ...],
+    num_heads: int,
+    earlier: Any,
+) -> Shard:
+    """Returns what a device computes with in a part of the plan, after the exchange of tokens for heads."""
+    exchange, documents = part.exchange, context.documents
+    if exchange.size > 1:
+        if rows := part.rows_exchanged(num_heads):
+            of_queries, of_keys = rows
+            queries, keys = jax.tree.map(of_queries.take, queries), jax.tree.map(of_keys.take, keys)
+        documents = exchange.gather(after(documents, earlier))
+        spread = jax.tree.map(exchange.spread_keys, keys)
+        leaves, tree = jax.tree.flatten(after((queries, spread), (documents, earlier)))
+        queries, keys = tree.unflatten(exchange.to_heads(leaves))
+    num_heads //= part.exchange_size
+    noise = part.noise(context.seed, batch_shape, num_heads)
+    return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
+
+
+def _leave(
+    part: Plan, queries: tuple[Array, ...], keys: tuple[Array, ...], arrays: Any, fills: tuple[float, ...]
+) -> tuple[Array, ...]:
+    """Returns what a device's own tokens have of results of queries and of keys, and `fills` where they have none."""
+    exchange, (batch, length, num_kv_heads, _) = part.exchange, arrays[1].shape
+    if exchange.size == 1:
+        return *queries, *keys
+    moved = exchange.to_tokens((*queries, *keys))
+    queries = moved[: len(queries)]
+    keys = tuple(exchange.add_copies(array, num_kv_heads) for array in moved[len(queries) :])
+    rows = part.rows_exchanged(arrays[0].shape[2])
+    if rows is None:
+        return *queries, *keys
+    of_queries, of_keys = rows
+    rows_of_each = len(queries) * (of_queries,) + len(keys) * (of_keys,)
+    empty = lambda array, fill: jnp.full_like(array, fill, shape=(batch, length, *array.shape[2:]))
+    results = zip(rows_of_each, (*queries, *keys), fills, strict=True)
+    return tuple(one.put(empty(array, fill), array) for one, array, fill in results)
+
+
+def _group_context(context: Context, axes: frozenset[str]) -> Context:
+    """Gives documents one batch dimension, and the mesh axes that the arguments vary along."""
+    cast = lambda array: None if array is None else vary(array.reshape(-1, array.shape[-1]), axes)
+    return context._replace(query_documents=cast(context.query_documents), key_documents=cast(context.key_documents))
+
+
+def _axes(arrays: Any, plan: Plan) -> frozenset[str]:
+    """The mesh axes along which any of the arrays varies, and the sequence's."""
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+    return axes if plan.placement.axis_name is None else axes | {plan.placement.axis_name}
+
+
+def _group(
+    query: Float[Array, "*B n N H"],
+    key: Float[Array, "*B s K H"],
+    value: Float[Array, "*B s K V"],
+    axes: frozenset[str],
+    plan: Plan,
+) -> tuple[Float[Array, "b n N H"], Float[Array, "b s k H"], Float[Array, "b s k V"]]:
+    """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
+    query, key, value = (vary(array, axes).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
+    if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
+        pick = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=plan.first_head, slice_size=plan.local_heads, axis=2
+        )
+        key, value = pick(key), pick(value)
+    return query, key, value

@@ -1,0 +1,243 @@
+"""One branch on one shard: its rows as they are where they are computed, with their documents.
+
+B batch, n tokens of the shard, m slots, N heads of the rows: query heads, or key/value heads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from ringjax._kernels.interface import Implementation
+from ringjax._kernels.meeting import Meeting, Noise, Slots, Tiles
+from ringjax._kernels.rows import Rows
+from ringjax._kernels.softmax import Keys, accumulation_dtype
+from ringjax._kernels.strides import Combine, combined_dtype
+from ringjax._mesh.order import after, zeros_behind
+from ringjax._parallel.plan import Plan
+from ringjax._parallel.ways import Moved, Ways
+from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.side import Side
+
+
+class Layout(NamedTuple):
+    """The rows of queries, or of keys, of a branch as its implementation has them.
+
+    `rows` are by key/value heads; queries have `groups` heads of each, None where the rows are those of keys.
+    """
+
+    rows: Rows
+    implementation: Implementation
+    groups: int | None = None
+
+    @property
+    def _own_rows(self) -> Rows:
+        """The rows by their own heads."""
+        return self.rows if self.groups is None else self.rows.in_groups(self.groups)
+
+    def of_keys(self) -> "Layout":
+        """Returns the layout of keys."""
+        return self._replace(rows=self.rows.of_keys(), groups=None)
+
+    def of_part(self, side: Side) -> "Layout":
+        """Returns the layout of a part of the rows."""
+        return self._replace(rows=self.rows._replace(side=side))
+
+    def take(self, tokens: Array) -> Array:
+        """Takes rows of tokens, and lays them out."""
+        return self.lay_out(self.take_rows(tokens))
+
+    def take_rows(self, tokens: Shaped[Array, "B n all D"]) -> Shaped[Array, "B m N D"]:
+        """Takes rows of tokens as they are."""
+        own = self._own_rows
+        return own.take(own.heads.cut(tokens))
+
+    def lay_out(self, rows: Shaped[Array, "B m N D"]) -> Array:
+        """Lays rows out."""
+        return self.implementation.lay_out(self.rows.side, self.rows.pad(rows), self.groups)
+
+    def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
+        """Lays the documents of rows out: these are by key/value heads on both sides."""
+        return self.implementation.numbers(self._replace(groups=None).lay_out(documents))
+
+    def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
+        """Undoes `lay_out`."""
+        return self.rows.unpad(self.implementation.take_back(self.rows.side, tiles))
+
+    def put(self, tokens: Array, tiles: Array, *combine: Combine) -> Array:
+        """Puts rows that are laid out in their places among tokens."""
+        return self.put_rows(tokens, self.take_back(tiles), *combine)
+
+    def put_rows(self, tokens: Array, rows: Array, *combine: Combine) -> Array:
+        """Puts rows in their places among tokens, in the dtype of what is made of both."""
+        own, tokens = self._own_rows, tokens.astype(combined_dtype(tokens, rows, *combine))
+        return own.heads.paste(tokens, own.put(own.heads.cut(tokens), rows, *combine))
+
+    def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:
+        """Returns tokens of so many heads with rows that are laid out in their places, and `fill` elsewhere."""
+        own = self._own_rows
+        heads, part = own.heads, own.spread(self.take_back(tiles), fill)
+        if heads.size == num_heads:
+            return part
+        return heads.paste(jnp.full_like(part, fill, shape=(*part.shape[:2], num_heads, part.shape[3])), part)
+
+
+class Operand(NamedTuple):
+    """The queries, or the keys and values, of a shard: tokens, from whose rows `make` makes what is computed."""
+
+    layout: Layout
+    tokens: tuple[Array, ...]
+    documents: Int[Array, "B n"] | None
+    make: Callable[..., Any]
+
+    @property
+    def side(self) -> Side:
+        """The side of the branch that the operand is."""
+        return self.layout.rows.side
+
+    def of_part(self, side: Side) -> "Operand":
+        """Returns a part of the operand."""
+        return self._replace(layout=self.layout.of_part(side))
+
+    def of_halo(self, leg: Leg) -> "Operand":
+        """Returns the part that goes in the last hop of a leg."""
+        return self.of_part(leg.of_halo(self.side))
+
+    def take(self) -> Tiles:
+        """Takes the rows, laid out."""
+        return self.lay_out(self.take_rows())
+
+    def take_rows(self) -> Any:
+        """Takes the rows as they are, and their documents for each class of heads."""
+        rows = tuple(map(self.layout.take_rows, self.tokens))
+        if self.documents is None:
+            return rows, None
+        of_classes = self.layout.rows.of_classes()
+        shape = (*self.documents.shape, of_classes.offset.size, 1)
+        return rows, of_classes.take(jnp.broadcast_to(self.documents[:, :, None, None], shape))
+
+    def lay_out(self, taken: Any) -> Tiles:
+        """Lays out what was taken."""
+        rows, documents = taken
+        arrays = self.make(*map(self.layout.lay_out, rows))
+        return Tiles(arrays, None if documents is None else self.layout.lay_out_documents(documents))
+
+
+class Task(NamedTuple):
+    """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
+
+    Where `is_branch_final`, nothing is added to the results of the branch: those that travel have the dtypes of the
+    caller's arrays. The `total` is that of the branches before; `before` has its rows, laid out, where the branch adds
+    to these itself.
+    """
+
+    queries: Operand
+    keys: Operand
+    noise: Noise | None
+    plan: Plan
+    earlier: Any = None
+    is_branch_final: bool = False
+    total: Any = ()
+    before: tuple[Array, ...] | None = None
+
+    @property
+    def schedule(self) -> BranchSchedule:
+        """The schedule of the branch."""
+        return self.queries.layout.rows.schedule
+
+    @property
+    def implementation(self) -> Implementation:
+        """What computes the branch."""
+        return self.queries.layout.implementation
+
+    @property
+    def ways(self) -> Ways:
+        """How its rows move."""
+        return self.plan.ways(self.schedule)
+
+    def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
+        """Returns results in the dtypes in which they travel."""
+        if not self.is_branch_final:
+            return tuple(results)
+        return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
+
+    def start(self, queries: Tiles, keys: Tiles) -> Any:
+        """Returns the softmax under way to which the branch adds."""
+        if self.before is not None:
+            return self.implementation.resume(*self.before)
+        return self.implementation.start(queries.arrays, keys.arrays)
+
+    def before_of(self, *names: str) -> dict[str, Array]:
+        """Returns the gradients to which the branch adds its own, by the names of what they are of: some of these."""
+        of_each = zip(("query", "key", "value"), self.before or (), strict=False)
+        return {name: array for name, array in of_each if name in names}
+
+    def meet(self, queries: Any, keys: Any, is_new: Any = True, hops: Any = 0) -> Meeting:
+        """Returns the meeting of what is seen of queries and of keys."""
+        continues = self.before is not None
+        return Meeting(self.schedule, queries, keys, is_new, hops, self.is_branch_final, continues)
+
+    def zeros(self, hops: Any = 0, before: Any = ()) -> tuple[Array, ...]:
+        """Returns what sums of gradients begin as after so many hops, when the arrays `before` are there.
+
+        By default these are what the branch is given.
+        """
+        rows, tokens = self.queries.layout.rows, (*self.queries.tokens, *self.keys.tokens)
+        # To look at arrays that a compiler cuts would be a collective.
+        arrays = (before or (self.total, tokens)) if rows.is_whole else ()
+        return zeros_behind((rows.shard, hops), accumulation_dtype(*tokens), 3, arrays)
+
+    def take(self, operand: Operand, *, is_copied: bool = False) -> Tiles:
+        """Takes the rows of an operand, where they are kept."""
+        return after(operand.take(), self.earlier, is_copied=is_copied)
+
+    def take_swapped(self, operand: Operand) -> Tiles:
+        """Takes the rows of an operand, where they are computed."""
+        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on,
+        # but for branches that wait for each other anyway.
+        is_only = len(self.plan.schedules) == 1
+        is_copied = is_only and self.schedule.is_balanced and operand.layout.rows.is_whole
+        return self.ways.swap(self.take(operand, is_copied=is_copied))
+
+    def send(self, operand: Operand, leg: Leg) -> "Halo":
+        """Sends the halo of an operand, and returns the one that arrives."""
+        halo = operand.of_halo(leg)
+        rows, documents = after(halo.take_rows(), self.earlier)
+        moved = self.ways.hop_rows(rows, leg.halo_hops)
+        if documents is not None:
+            documents = self.ways.hop(documents, leg.halo_hops)
+        return Halo(halo, moved, documents)
+
+    def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:
+        """Returns the slots of an operand's tiles after so many hops."""
+        rows = operand.layout.rows
+        shard = self.schedule.source(rows.shard.astype(jnp.uint32), hops, direction)
+        return Slots(rows, shard[None], self.schedule.is_balanced, tiles.documents)
+
+
+class Halo(NamedTuple):
+    """A part of an operand that is on its way."""
+
+    operand: Operand
+    rows: Moved
+    documents: Array | None
+
+    @property
+    def arrays(self) -> Any:
+        """What is on its way."""
+        return self.rows.messages, self.documents
+
+    def behind(self, computed: Any) -> tuple[Tiles, Any]:
+        """Lays out what arrives, behind something that is `computed` meanwhile; returns both.
+
+        Else a compiler may take what arrives apart first, and wait for it then.
+        """
+        (messages, documents), computed = jax.lax.optimization_barrier((self.arrays, computed))
+        return self.operand.lay_out((self.rows._replace(messages=messages).take_apart(), documents)), computed
+
+
+def operand_of_keys(layout: Layout, key: Array, value: Array, documents: Array | None) -> Operand:
+    """Returns keys and values as an operand, given the layout of queries."""
+    return Operand(layout.of_keys(), (key, value), documents, Keys)

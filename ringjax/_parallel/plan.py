@@ -1,0 +1,168 @@
+"""The plan of one call: its schedules, and its shard's place on the mesh and among heads."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.interface import Implementation
+from ringjax._kernels.meeting import Noise
+from ringjax._kernels.rows import BranchHeads, Rows, pick
+from ringjax._kernels.softmax import Weighting
+from ringjax._mesh.axes import Axes
+from ringjax._mesh.placement import Placement
+from ringjax._parallel.exchange import Exchange
+from ringjax._parallel.ways import Ways
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._schedule.heads import HeadParts
+from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
+
+    `schedules` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
+    schedules for all other platforms. Branches of which the same tokens are exchanged are a part of the plan; in that,
+    `exchange_size` devices are a shard.
+    """
+
+    pattern: DilatedPattern
+    schedules: Schedules
+    num_kv_heads: int
+    weighting: Weighting
+    placement: Placement
+    broadcast_dropout: bool = False
+    elsewhere: Schedules | None = None
+    exchange_size: int = 1
+
+    def with_batch(self, axes: Axes) -> "Plan":
+        """Returns the plan of all instances of a vmap: these axes cut one more batch dimension, before the others."""
+        return dataclasses.replace(self, placement=self.placement.with_instances(axes))
+
+    def at(self, query_offset: Array | None) -> "Plan":
+        """Returns the plan of queries that begin at this position, where that was not known."""
+        if query_offset is None:
+            return self
+        first_token = query_offset.astype(jnp.uint32)
+        return dataclasses.replace(self, schedules=tuple(schedule.at(first_token) for schedule in self.schedules))
+
+    @property
+    def parts(self) -> tuple["Plan", ...]:
+        """The parts of the plan, each with the branches of which the same tokens are exchanged."""
+        return tuple(
+            dataclasses.replace(self, schedules=group, exchange_size=group[0].exchange_size)
+            for group in exchanged_together(self.schedules)
+        )
+
+    def rows_exchanged(self, num_heads: int) -> tuple[Rows, Rows] | None:
+        """Returns the rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens.
+
+        They are those of queries, which have so many heads, and of keys.
+        """
+        schedule = self.schedules[0]
+        if not schedule.exchanges_rows:
+            return None
+        device = dataclasses.replace(self, exchange_size=1)
+        rows = device.rows(schedule.of_devices())
+        return rows.in_groups(num_heads // device.local_heads), rows
+
+    @property
+    def exchange(self) -> Exchange:
+        """How devices make up shards."""
+        return Exchange(self.placement.axis_name, self.placement.num_shards, self.exchange_size)
+
+    # Heads are cut over axes of the mesh first, then over the members of a shard.
+
+    @property
+    def _head_parts(self) -> HeadParts:
+        return HeadParts(self.num_kv_heads, jax.lax.axis_size(self.placement.heads) * self.exchange_size)
+
+    @property
+    def _head_part(self) -> Any:
+        """The number of this device's part of the heads."""
+        axes = self.placement.heads
+        outer = jax.lax.axis_index(axes) * self.exchange_size if axes else 0
+        return outer + self.exchange.member
+
+    @property
+    def first_head(self) -> Any:
+        """The global number of this device's first key/value head."""
+        return self._head_parts.first(self._head_part)
+
+    @property
+    def local_heads(self) -> int:
+        """The number of key/value heads that this device's queries use."""
+        return self._head_parts.size
+
+    def rows(self, schedule: BranchSchedule) -> Rows:
+        """Returns the rows of queries that this shard keeps."""
+        heads = self._heads(schedule)
+        return Rows(
+            schedule,
+            schedule.queries,
+            self.exchange.shard,
+            heads,
+            self.placement.is_whole,
+            schedule.exchanges_rows,
+            self.implementation(schedule).strides,
+        )
+
+    def _heads(self, schedule: BranchSchedule) -> BranchHeads:
+        """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
+        numbers = self.pattern.heads_of(schedule.number, self.num_kv_heads)
+        branches = [(schedule.number, schedule.branch), *schedule.earlier]
+        offsets = [self.pattern.offset(np.asarray(numbers), one, number, self.num_kv_heads) for number, one in branches]
+        offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
+        own, *earlier = offsets.astype(np.uint32)
+        first, head, is_member = self._members(numbers)
+        head = (head - numbers.start).clip(0, len(numbers) - 1)
+        classes = pick(classes.reshape(-1).astype(np.int32), head) if offsets.shape[1] > 1 else np.zeros(1, np.int32)
+        return BranchHeads(first, head.size, own, tuple(earlier), classes, is_member)
+
+    def _members(self, numbers: range) -> tuple[Any, Any, Any]:
+        """Returns the local number of this shard's first head, the global numbers of its heads, and which are members.
+
+        Members are heads in `numbers`. A shard that has fewer members than others also names heads that are none. The
+        last result is None where all heads are members.
+        """
+        heads = self._head_parts
+        if heads.parts == 1:  # known beforehand, and folded where it is used
+            return numbers.start, np.array(numbers), None
+        counts = heads.members(numbers)
+        most = max(counts)
+        first = jnp.clip(numbers.start - self.first_head, 0, heads.size - most)
+        head = self.first_head + first + jnp.arange(most, dtype=jnp.int32)
+        is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
+        return first, head, is_member
+
+    def noise(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> Noise | None:
+        """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads.
+
+        The instances of a vmap have a seed each, and number their batches each from zero.
+        """
+        if seed is None or not self.weighting.dropout_rate:
+            return None
+        num_vmaps = seed.ndim - 1
+        batch = jnp.zeros((), jnp.int32)
+        for size, axes in zip(batch_shape[num_vmaps:], self.placement.batch[num_vmaps:], strict=True):
+            index = jnp.arange(size, dtype=jnp.int32) + (jax.lax.axis_index(axes) * size if axes else 0)
+            batch = batch[..., None] * (size * jax.lax.axis_size(axes)) + index
+        batch = jnp.broadcast_to(batch, batch_shape).reshape(-1)  # [B]
+        of_instances = jnp.expand_dims(seed, range(num_vmaps, len(batch_shape)))
+        seeds = jnp.broadcast_to(of_instances, (*batch_shape, 2)).reshape(-1, 2)  # [B, 2]
+        head = self._head_part * num_heads + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
+        return Noise(seeds, batch * 0, head * 0) if self.broadcast_dropout else Noise(seeds, batch, head)
+
+    @staticmethod
+    def implementation(schedule: BranchSchedule) -> Implementation:
+        """Returns what computes a branch."""
+        return IMPLEMENTATIONS[schedule.implementation]
+
+    def ways(self, schedule: BranchSchedule) -> Ways:
+        """Returns how rows of a branch move."""
+        return Ways(schedule, self.exchange, self.implementation(schedule).slots_axis)

@@ -1,0 +1,229 @@
+"""The strategy "ring": rows travel to the shards that see them, one scan for each direction."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ringjax._kernels.meeting import Meeting, Tiles
+from ringjax._mesh.order import after, scan
+from ringjax._parallel.layout import Layout, Operand, Task
+from ringjax._schedule.schedule import Leg
+
+
+class Addends(NamedTuple):
+    """What one branch adds to gradients: of its queries where computed, of its keys where kept.
+
+    The `parts` are gradients of some rows of the side that travelled, each with its number and its layout. In an open
+    ring that side has only these.
+    """
+
+    query: Array | None
+    key: Array | None
+    value: Array | None
+    parts: tuple[tuple[int, Layout, Array], ...] = ()
+
+
+def forward(task: Task) -> Any:
+    """Returns the attention of one branch, where it is computed."""
+    schedule, implementation, plan = task.schedule, task.implementation, task.plan
+    queries = task.take_swapped(task.queries)
+    own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
+
+    def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any = 0, direction: int = 1) -> Any:
+        meeting = _meet(task, own, implementation.see_keys(task.slots(operand, keys, hops, direction)), hops, direction)
+        return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
+
+    # What goes furthest comes first: it is on its way while a shard computes with its own keys.
+    with_halos = [leg for leg in schedule.key_legs if leg.halo]
+    halos = [task.send(task.keys, leg) for leg in with_halos]
+    keys = task.take_swapped(task.keys)
+    partial = task.start(queries, keys)
+    rotating = [leg for leg in schedule.key_legs if leg.rotations]
+    if not rotating:
+        partial = attend(partial, task.keys, keys)
+    for number, leg in enumerate(rotating):  # the first begins with a shard's own keys
+        earlier = partial if number else [halo.arrays for halo in halos]
+        partial = _attend_around(task, leg, after(keys, earlier), attend, partial, first_hop=min(number, 1))
+    for leg, halo in zip(with_halos, halos, strict=True):
+        tiles, partial = halo.behind(partial)
+        partial = attend(partial, halo.operand, tiles, leg.rotations + 1, leg.direction)
+    return partial
+
+
+def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any], partial: Any, first_hop: int) -> Any:
+    """Attends to the keys that come by in the rotations of a leg, from their hop number `first_hop` on."""
+    hop = functools.partial(task.ways.hop, hops=leg.direction)
+
+    def hop_and_attend(carry: Any, hops: Array) -> tuple[Any, None]:
+        keys, partial = carry
+        arriving = hop(keys)
+        return (arriving, attend(partial, task.keys, keys, hops, leg.direction)), None
+
+    carry = hop(keys) if first_hop else keys, partial
+    hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
+    keys, partial = scan(hop_and_attend, carry, hops, task.schedule.traits.copies_rows)
+    return attend(partial, task.keys, keys, leg.rotations, leg.direction)
+
+
+def backward(task: Task) -> Addends:
+    """Returns what one branch adds to the gradients of its queries and of its keys."""
+    schedule, implementation, plan = task.schedule, task.implementation, task.plan
+    queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
+    see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
+    see_keys = lambda *where: implementation.see_keys(task.slots(*where))
+    of_earlier = task.before_of("query", "key", "value")
+    grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **of_earlier)
+    own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
+
+    def visit_keys(
+        keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int, **before: Array
+    ) -> tuple[Any, Any]:
+        zeros, (key_grad, value_grad) = task.zeros(hops, keys_grad), keys_grad
+        given = {"key": key_grad, "value": value_grad, **before}
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, **given)
+        meeting = _meet(task, see_queries(operand, queries, hops, direction), own, hops, direction)
+        grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+        return grads.query, (grads.key, grads.value)
+
+    def visit_queries(
+        query_grad: Array | None, operand: Operand, keys: Tiles, hops: Any, direction: int, **before: Array
+    ) -> tuple[Any, Any]:
+        zeros = task.zeros(hops, (query_grad,))
+        grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, query=query_grad, **before)
+        meeting = _meet(task, own, see_keys(operand, keys, hops, direction), hops, direction)
+        grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+        return (grads.key, grads.value), grads.query
+
+    if schedule.queries_travel:
+        visit_own = functools.partial(visit_keys, **task.before_of("query"))
+        sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, visit_own, tuple(grads[1:]))
+        with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])
+        numbers = (0,)
+    else:
+        visit_own = functools.partial(visit_queries, **task.before_of("key", "value"))
+        sent = _travel(task, task.keys, keys, schedule.key_legs, visit_queries, visit_own, grads.query)
+        with_sent = lambda grad: grads._replace(query=sent.resident, key=grad[0], value=grad[1])
+        numbers = 1, 2
+    finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
+    addends = finish(sent.parts[0].grad)
+    if schedule.is_closed:
+        return Addends(addends[0], *task.ways.swap_back(task.narrow(addends[1:], task.keys.tokens)))
+    parts = []
+    for part in sent.parts:
+        finished = finish(part.grad)
+        rows = tuple(part.layout.take_back(finished[number]) for number in numbers)
+        rows = task.ways.hop_rows(rows, part.hops).take_apart() if part.hops else rows
+        parts += [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
+    query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
+    return Addends(query, key, value, tuple(parts))
+
+
+def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
+    shard = task.queries.layout.rows.shard.astype(jnp.uint32)
+    return task.meet(queries, keys, task.schedule.is_new(shard, hops, direction), hops)
+
+
+class _Part(NamedTuple):
+    """The gradient of some rows, and the hops that bring it home."""
+
+    layout: Layout
+    grad: Any
+    hops: int = 0
+
+
+class _Sent(NamedTuple):
+    """The gradients of arrays that stayed, and of those that travelled, part by part."""
+
+    resident: Any
+    parts: list[_Part]
+
+
+def _travel(
+    task: Task,
+    operand: Operand,
+    tiles: Tiles,
+    legs: tuple[Leg, ...],
+    visit: Callable[..., Any],
+    visit_own: Callable[..., Any],
+    resident_grad: Any,
+) -> _Sent:
+    """Sends an operand's rows on their ways, and returns all gradients.
+
+    `visit(resident_grad, operand, tiles, hops, direction)` computes one meeting. It returns what this contributes to
+    the gradient of the arrays that travel, and the gradient of the arrays that stay with what this adds. In a closed
+    ring `visit_own` computes that of a shard's own arrays, and adds to what there is of both gradients. What a shard
+    contributes to the gradient of its own arrays is not sent: so there are as many permutes of the gradient as of the
+    arrays. Each permute is issued before the computation of a step and not needed until after it, so that the two can
+    overlap. For this a shard visits its own rows in two parts where there is a halo: one while the halo comes, and one
+    while its gradient returns.
+    """
+    rotating = [leg for leg in legs if leg.rotations]
+    turn = lambda leg: functools.partial(visit, direction=leg.direction)
+    hop = lambda tiles, leg: task.ways.hop(tiles, leg.direction)
+    if task.schedule.is_closed:
+        own_grad, resident_grad = visit_own(resident_grad, operand, tiles, 0, 1)
+        for leg in rotating:
+            grad, resident_grad = _rotate(task, operand, leg, hop(tiles, leg), turn(leg), resident_grad)
+            own_grad = _add(own_grad, grad)
+        return _Sent(resident_grad, [_Part(operand.layout, own_grad)])
+    halos = [task.send(operand, leg) for leg in legs]
+    *first, last = (operand.of_part(side) for side in operand.side.in_two_parts())
+    parts = []
+
+    def visit_part(part: Operand, tiles: Tiles, resident_grad: Any, hops: int = 0, direction: int = 1) -> Any:
+        grad, resident_grad = visit(resident_grad, part, tiles, abs(hops), direction)
+        parts.append(_Part(part.layout, grad, -hops))
+        return resident_grad
+
+    for part in first:
+        resident_grad = visit_part(part, task.take(part), resident_grad)
+    earlier: Any = [halo.arrays for halo in halos]
+    for leg in rotating:
+        # Behind the part that is computed meanwhile, as halos are.
+        arriving = hop(after(tiles, earlier), leg), resident_grad
+        arrived, resident_grad = jax.lax.optimization_barrier(arriving)
+        grad, resident_grad = _rotate(task, operand, leg, arrived, turn(leg), resident_grad)
+        parts.append(_Part(operand.layout, grad))
+        earlier = grad
+    for leg, halo in zip(legs, halos, strict=True):
+        arrived, resident_grad = halo.behind(resident_grad)
+        resident_grad = visit_part(halo.operand, arrived, resident_grad, leg.halo_hops, leg.direction)
+    resident_grad = visit_part(last, task.take(last), resident_grad)
+    return _Sent(resident_grad, parts)
+
+
+def _rotate(
+    task: Task, operand: Operand, leg: Leg, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
+) -> tuple[Any, Any]:
+    """Rotates tiles that have made the first hop, and the sums of their gradients, and brings these back."""
+    size, direction = leg.rotations, leg.direction
+    hop = functools.partial(task.ways.hop, hops=direction)
+    # Sums go round the ends, where their tiles do not: else they would not come back.
+    rotate = task.ways.rotate
+
+    def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
+        arrays, grad, resident_grad = carry
+        arriving, grad = hop(arrays), rotate(grad, direction)
+        addend, resident_grad = visit(resident_grad, operand, arrays, hops)
+        return (arriving, _add(grad, addend), resident_grad), None
+
+    grad, resident_grad = visit(resident_grad, operand, arrays, 1)
+    if size > 1:
+        arriving = hop(arrays)
+        if not task.schedule.is_closed:
+            # Taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it only
+            # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
+            arriving, grad = jax.lax.optimization_barrier((arriving, grad))
+        carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
+        arrays, grad, resident_grad = scan(rotate_and_visit, carry, hops, task.schedule.traits.copies_rows)
+        addend, resident_grad = visit(resident_grad, operand, arrays, size)
+        grad = _add(rotate(grad, direction), addend)
+    return rotate(grad, -direction * size), resident_grad
+
+
+def _add(some: Any, others: Any) -> Any:
+    return jax.tree.map(jnp.add, some, others)

@@ -1,0 +1,156 @@
+"""The differentiation rule around all shards, outside shard_map."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from ringjax._mesh.axes import Axes, cut_of_batch
+from ringjax._parallel.device import Backward, Context, device_backward, device_forward
+from ringjax._parallel.plan import Plan
+from ringjax._pattern.promotion import with_own_promotion
+
+
+# The rule stands outside shard_map: its residuals are the arguments and the results, sharded as the caller has them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def ring_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K V"],
+    context: Context,
+    plan: Plan,
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+    """Computes the output and the lse of attention over all shards, as the plan says."""
+    return _map(device_forward, "qkk" + Context.KINDS, "qq", (query, key, value, *context), plan)
+
+
+def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
+    """Maps a function over devices. The same map is traced once."""
+    # JAX traces the function that has a rule, and then the rule's forward, for which it sets a mesh without axes where
+    # none is set. Such a mesh is set for both here: else they would be two traces.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        return _map_once(function, inputs, outputs, arrays, plan)
+
+
+@functools.partial(jax.jit, static_argnames=("function", "inputs", "outputs", "plan"), inline=True)
+def _map_once(
+    function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan
+) -> Any:
+    """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
+
+    With an offset for each instance it is an ordinary vmap instead.
+    """
+
+    def run(plan: Plan, *arrays: Array | None) -> Any:
+        mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
+        if plan.elsewhere is None:
+            return mapped(*arrays)
+        elsewhere = functools.partial(run, dataclasses.replace(plan, schedules=plan.elsewhere, elsewhere=None))
+        names = (plan.implementation(schedule).platform for schedule in plan.schedules)
+        ways = {name: mapped for name in names if name is not None}
+        return jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
+
+    folded = jax.custom_batching.custom_vmap(functools.partial(run, plan))
+
+    @folded.def_vmap
+    def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
+        cuts = (cut_of_batch(array) for array, has in zip(arrays, is_batched, strict=True) if array is not None and has)
+        cut = next(filter(None, cuts), ())
+        if Context(*is_batched[-len(Context._fields) :]).query_offset:
+            results = _vmap_offsets(functools.partial(run, plan), is_batched, arrays, cut)
+        else:
+            folded_plan = plan.with_batch(cut or plan.placement.idle_axes(size))
+            spread = functools.partial(_spread, size, folded_plan)
+            results = _map(function, inputs, outputs, tuple(map(spread, inputs, arrays, is_batched)), folded_plan)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return folded(*arrays)
+
+
+def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: Any) -> Array | None:
+    """Gives an array the batch dimension of a vmap, where it is not the same for all."""
+    if array is None or kind == "r":
+        return array
+    array = array if has_batch else jnp.broadcast_to(array, (size, *array.shape))
+    return plan.placement.reshard(array, kind)
+
+
+def _vmap_offsets(function: Callable[..., Any], is_batched: Any, arrays: Any, cut: Axes) -> Any:
+    """Maps a function of all devices over instances, each with its own offset: one schedule does not serve all."""
+    refusal = NotImplementedError(
+        "query_offset differs between the instances of a jax.vmap that an axis of the mesh cuts: leave its "
+        "spmd_axis_name out, and shard no dimension that it maps along an Explicit axis"
+    )
+    if cut:
+        raise refusal
+    try:
+        return jax.vmap(function, [0 if has else None for has in is_batched])(*arrays)
+    except NameError as error:  # inside of shard_map jax does not know the name of the axis
+        raise refusal from error
+
+
+def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Plan) -> tuple[Any, Any]:
+    arrays = query.value, key.value, value.value
+    context = jax.tree.map(lambda array: array.value, context, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    results: Any = ring_attention(*arrays, context, plan)
+    out, lse = results
+    # Named, so that rematerialisation can keep them: then its second forward does not go around the ring. What is kept
+    # has no infinity, which jax would report to who looks for them: it is that of rows that attend to nothing.
+    out, kept_lse = map(checkpoint_name, (out, jnp.maximum(lse, _lowest(lse))), ("ringjax_out", "ringjax_lse"))
+    return (out, _with_infinity(kept_lse)), (*arrays, context, out, kept_lse)
+
+
+def _lowest(lse: Array) -> float:
+    return float(jnp.finfo(lse.dtype).min)
+
+
+def _with_infinity(kept_lse: Array) -> Array:
+    return jnp.where(kept_lse == _lowest(kept_lse), -jnp.inf, kept_lse)
+
+
+@with_own_promotion
+def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    query, key, value, context, out, kept_lse = residuals
+    lse = _with_infinity(kept_lse)
+    # A result that nobody used has a symbol for its cotangent.
+    out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
+    return *_backward(Backward(query, key, value, out, lse, out_grad, lse_grad), context, plan), None
+
+
+ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=True)
+
+
+@contextlib.contextmanager
+def naming_the_reference() -> Iterator[None]:
+    """Lets jax's error in forward mode say what has it; under jax.jit jax raises it later, and says less."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "ring_dilated_attention has no forward mode (jax.jvp, jax.jacfwd, jax.hessian): differentiate "
+            "dilated_attention_reference instead"
+        ) from error
+
+
+# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _backward(given: Backward, context: Context, plan: Plan) -> tuple[Array, Array, Array]:
+    return _map(device_backward, Backward.KINDS + Context.KINDS, "qkk", (*given, *context), plan)
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError(
+        "ring_dilated_attention has no second derivative: differentiate dilated_attention_reference instead"
+    )
+
+
+_backward.defvjp(_no_second_derivative, _no_second_derivative)

@@ -1,0 +1,144 @@
+"""The ways in which the rows of a branch move: round rings, along hops, halves that are swapped, and all to each."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ringjax._mesh.order import after
+from ringjax._parallel.exchange import Exchange
+from ringjax._schedule.schedule import BranchSchedule
+
+
+class Moved(NamedTuple):
+    """Arrays that were moved: those that differ in their last dimension alone in one message, side by side.
+
+    `places` are the numbers of the arrays in each message, `ends` where they end there.
+    """
+
+    messages: tuple[Array, ...]
+    places: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    def take_apart(self) -> tuple[Array, ...]:
+        """Returns the arrays."""
+        arrays: dict[int, Array] = {}
+        for message, place, ends in zip(self.messages, self.places, self.ends, strict=True):
+            arrays |= zip(place, jnp.split(message, ends, axis=-1), strict=True)
+        # Whoever waits for one waits for all.
+        first, *rest = (arrays[number] for number in range(len(arrays)))
+        return (after(first, rest), *rest) if len(self.messages) > 1 else (first, *rest)
+
+
+def _pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
+    """Moves arrays in as few messages as may be."""
+    kinds = [(array.dtype, array.shape[:-1]) for array in arrays]
+    messages, places, all_ends = [], [], []
+    for kind in dict.fromkeys(kinds):
+        place = tuple(number for number, other in enumerate(kinds) if other == kind)
+        side_by_side = jnp.concatenate([arrays[number] for number in place], axis=-1)
+        messages.append(move(after(side_by_side, messages[-1:])))
+        places.append(place)
+        all_ends.append(tuple(np.cumsum([arrays[number].shape[-1] for number in place])[:-1].tolist()))
+    return Moved(tuple(messages), tuple(places), tuple(all_ends))
+
+
+class Ways(NamedTuple):
+    """How rows of a branch move between the shards of an exchange; tiles of them have slots along `slots_axis`."""
+
+    schedule: BranchSchedule
+    exchange: Exchange
+    slots_axis: int
+
+    def rotate(self, arrays: Any, hops: int = 1) -> Any:
+        """Moves every shard's arrays by `hops` shards along its ring."""
+        return self._permute(arrays, self.schedule.permutation(hops))
+
+    def hop(self, arrays: Any, hops: int) -> Any:
+        """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
+        return self._permute(arrays, self.schedule.hop(hops))
+
+    def hop_rows(self, rows: tuple[Array, ...], hops: int) -> Moved:
+        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
+        return _pack(lambda packed: self.hop(packed, hops), rows)
+
+    def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
+        return jax.lax.ppermute(arrays, self.exchange.axis_name, self.exchange.pairs(permutation))
+
+    def swap(self, tiles: Any) -> Any:
+        """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
+        return self._sort(self._give(tiles)) if self.schedule.is_balanced else tiles
+
+    def swap_back(self, tiles: Any) -> Any:
+        """Undoes `swap`."""
+        return self._give(self._sort(tiles)) if self.schedule.is_balanced else tiles
+
+    def _give(self, tiles: Any) -> Any:
+        permutation = self.schedule.swap_permutation()
+
+        def give(array: Array) -> Array:
+            (own, given), axis = self._halves(array), self._axis(array)
+            taken = self._permute(given, permutation)
+            if self.schedule.sorts_halves:  # which makes one array of both anyway
+                return jax.lax.concatenate([own, taken], axis)
+            return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
+
+        return jax.tree.map(give, tiles)
+
+    def _sort(self, tiles: Any) -> Any:
+        if not self.schedule.sorts_halves:
+            return tiles
+        is_late = self.schedule.is_late(self.exchange.shard)
+        flip = lambda array: jax.lax.concatenate(self._halves(array)[::-1], self._axis(array))
+        return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
+
+    def _halves(self, array: Array) -> Sequence[Array]:
+        axis = self._axis(array)
+        return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
+
+    def _axis(self, array: Array) -> int:
+        return self.slots_axis % array.ndim
+
+    def gather(self, tiles: Any) -> Any:
+        """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
+        parts = self.schedule.gather_size, self.schedule.keys.num_tile_groups
+        collect = lambda array, axis, **groups: jax.lax.all_gather(array, axis=axis, **groups)
+        gathered = self._collect(collect, tiles)
+        return jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), gathered)
+
+    def scatter(self, tiles: Any) -> Any:
+        """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
+        parts = self.schedule.keys.num_tile_groups, self.schedule.gather_size
+        by_shards = jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), tiles)
+        collect = lambda array, axis, **groups: jax.lax.psum_scatter(array, scatter_dimension=axis, **groups)
+        return self._collect(collect, by_shards)
+
+    def _collect(self, collective: Any, tiles: Any) -> Any:
+        if self.schedule.gather_size == 1:
+            return tiles
+        collect = functools.partial(
+            collective,
+            axis_name=self.exchange.axis_name,
+            axis_index_groups=self.exchange.groups(self.schedule.gather_groups),
+            tiled=True,
+        )
+        if self.slots_axis:
+            return jax.tree.map(lambda array: collect(array, self._axis(array)), tiles)
+        # As rows, whose order no compiler changes: XLA:CPU else lays out tiles behind a gather, where there are more.
+        return jax.tree.map(lambda array: collect(_rows(array), 0).reshape(-1, *array.shape[1:]), tiles)
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])
+
+
+def _swap_parts(array: Array, axis: int, outer: int, inner: int) -> Array:
+    """Changes the order of an axis from [outer, inner, rest] to [inner, outer, rest]."""
+    if 1 in (outer, inner):
+        return array
+    parts = array.reshape(*array.shape[:axis], outer, inner, -1, *array.shape[axis + 1 :])
+    return jnp.swapaxes(parts, axis, axis + 1).reshape(array.shape)

@@ -1,0 +1,331 @@
+"""The kinds of branches: which tokens a head keeps, and which keys a query sees, in integers alone.
+
+All that is said of tokens, but for `count`, uses arithmetic operators only, so that the same line serves Python
+integers, NumPy arrays and traced JAX integers, unsigned ones too.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ringjax._pattern.counts import is_integer
+
+# Positions are numbers of int32.
+MAX_POSITIONS = 2**31 - 1
+_MOST_COUNTED = 2**16
+
+
+def remainder(number: Any, divisor: Any) -> Any:
+    """Returns what is left of a number that is not negative; jax's own operator is a dozen operations."""
+    return number - number // divisor * divisor
+
+
+def spaced_tokens(length: int) -> np.ndarray:
+    """Returns the tokens of a sequence; of a very long one, evenly spaced ones, enough to tell what a token has."""
+    step = max(1, length // _MOST_COUNTED) | 1  # odd: not in step with rates
+    return np.arange(0, length, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch(abc.ABC):
+    """A branch of a pattern: the statement of which queries see which keys, from which all else follows.
+
+    A head keeps some of the tokens, which ones its `offset` says. A kept query sees the kept keys of its `group` whose
+    positions lie in the interval of `seen`.
+    """
+
+    # Whether all kept tokens of a group see each other: then the group says what the interval does.
+    is_by_group: ClassVar[bool]
+
+    @property
+    @abc.abstractmethod
+    def offset_rate(self) -> int:
+        """The number of offsets that heads may have."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether each head keeps all tokens."""
+        return self.offset_rate == 1
+
+    @property
+    @abc.abstractmethod
+    def period(self) -> int | None:
+        """The length of parts of the sequence that share nothing with each other; None where all are linked."""
+
+    @property
+    @abc.abstractmethod
+    def modulus(self) -> int:
+        """The number modulo which the positions of a query and of the keys that it sees are equal."""
+
+    @property
+    @abc.abstractmethod
+    def extent(self) -> int:
+        """The number of tokens among which a causal query sees keys, at most."""
+
+    @abc.abstractmethod
+    def keeps(self, token: Any, offset: Any) -> Any:
+        """Returns whether a head of this offset keeps a token."""
+
+    @abc.abstractmethod
+    def group(self, token: Any) -> Any:
+        """Returns the number of the group that a token is in."""
+
+    @abc.abstractmethod
+    def seen(self, query: Any, is_causal: bool = False) -> tuple[Any, Any]:
+        """Returns the first and the last position at which a query sees keys."""
+
+    @abc.abstractmethod
+    def count(self, query: Any, start: Any, stop: Any, offset: Any, length: int, is_causal: bool = False) -> Any:
+        """Returns how many keys at ``start <= key < stop``, of a sequence of `length`, a query sees in a head."""
+
+    @abc.abstractmethod
+    def within(self, stop: int, end: int, most: int) -> "Branch":
+        """Returns the same branch in numbers of 32 bits. Tokens end at `stop` with padding, and at `end` without.
+
+        `most` is at least `stop`, the number of heads and the number of branches.
+        """
+
+    # Kept tokens are numbered through the whole sequence: their ranks.
+
+    @abc.abstractmethod
+    def rank(self, token: Any, offset: Any) -> Any:
+        """Returns the number of kept tokens before a token."""
+
+    @abc.abstractmethod
+    def token(self, rank: Any, offset: Any) -> Any:
+        """Returns the kept token of a rank."""
+
+    @abc.abstractmethod
+    def most_kept(self, tokens: int) -> int:
+        """Returns a bound of the rows that any head keeps of so many tokens, wherever they begin."""
+
+    # The cache of decoding.
+
+    @abc.abstractmethod
+    def num_cached(self, max_length: int) -> int:
+        """Returns the number of rows that the next tokens may still see, of up to `max_length` tokens."""
+
+    @abc.abstractmethod
+    def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the token in a row of the cache after token `last`, and whether the row is one."""
+
+    def holds(self, query: Any, key: Any, offset: Any, is_causal: bool = False) -> Any:
+        """Returns whether a query of a head of this offset sees a key."""
+        first, last = self.seen(query, is_causal)
+        is_seen = (first <= key) & (key <= last) & (self.group(query) == self.group(key))
+        return is_seen & self.keeps(query, offset) & self.keeps(key, offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments(Branch):
+    """A branch: segments of `length` tokens, in each of which every `rate`-th token attends to every `rate`-th.
+
+    Inside its segment, a head keeps the tokens whose position t satisfies ``(t % length) % rate == offset``, and the
+    kept tokens of one segment attend to each other (LongNet, arXiv 2307.02486, section 3.1 and equation 9).
+
+    Args:
+      length: the segment length w, in tokens; the last segment of a sequence may be short, and w may exceed it.
+      rate: the dilation rate r, at most the length; it need not divide it.
+
+    Raises:
+      ValueError: for a value below 1, or a rate above the length.
+      TypeError: for a length or rate that is no integer.
+
+    Example:
+      >>> Segments(4, rate=2).holds(query=6, key=4, offset=0)
+      True
+    """
+
+    length: int
+    rate: int = 1
+
+    is_by_group = True
+
+    def __post_init__(self) -> None:
+        _read_integers(self, "length", "rate")
+        if self.rate > self.length:
+            raise ValueError(
+                f"{self} has a rate above its length: some heads would keep nothing; lower the rate or lengthen the "
+                "segment"
+            )
+
+    @property
+    def offset_rate(self) -> int:
+        return self.rate
+
+    @property
+    def period(self) -> int:
+        return self.length
+
+    @property
+    def modulus(self) -> int:
+        return 1
+
+    @property
+    def extent(self) -> int:
+        return self.length
+
+    def keeps(self, token: Any, offset: Any) -> Any:
+        return remainder(remainder(token, self.length), self.rate) == offset
+
+    def group(self, token: Any) -> Any:
+        return token // self.length
+
+    def seen(self, query: Any, is_causal: bool = False) -> tuple[Any, Any]:
+        first = query // self.length * self.length
+        return first, query if is_causal else first + (self.length - 1)
+
+    def count(self, query: Any, start: Any, stop: Any, offset: Any, length: int, is_causal: bool = False) -> Any:
+        first, last = self.seen(query, is_causal)
+        kept = lambda tokens: (np.maximum(tokens - offset, 0) + self.rate - 1) // self.rate
+        end = np.minimum(np.minimum(stop, length), last + 1)
+        count = kept(end - first) - kept(np.maximum(start, first) - first)
+        return np.maximum(count, 0) * self.keeps(query, offset)
+
+    def within(self, stop: int, end: int, most: int) -> "Segments":
+        rate = min(self.rate, most)
+        return Segments(max(stop, rate) if self.length >= end else self.length, rate)
+
+    def rank(self, token: Any, offset: Any) -> Any:
+        kept = self._kept_of_all(offset)
+        return token // self.length * kept + self._kept(remainder(token, self.length), offset)
+
+    def token(self, rank: Any, offset: Any) -> Any:
+        kept = self._kept_of_all(offset)
+        return (rank // kept) * self.length + offset + remainder(rank, kept) * self.rate
+
+    def most_kept(self, tokens: int) -> int:
+        if self.length >= MAX_POSITIONS:  # of all tokens
+            return self._kept(tokens, 0)
+        segments, rest = divmod(tokens, self.length)
+        # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
+        return segments * self._kept_of_all(0) + (rest if rest < 2 else (rest - 2) // self.rate + 2)
+
+    def num_cached(self, max_length: int) -> int:
+        return -(-min(self.length, max_length) // self.rate)
+
+    # What a head keeps of the segment that the last token is in: token number `offset + i * rate` is always in row i.
+    # Rows of a former segment are told by their number: they would be tokens that are still to come.
+    def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
+        is_row = row < self._kept_of_all(offset)
+        token = last // self.length * self.length + offset + is_row * row * self.rate  # within 32 bits
+        return token, is_row & (token <= last) & (last >= 0)
+
+    def _kept(self, tokens: Any, offset: Any) -> Any:
+        """The number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
+        return (tokens + self.rate - 1 - offset) // self.rate
+
+    def _kept_of_all(self, offset: Any) -> Any:
+        """The number of tokens that a head of this offset keeps of a whole segment: no sum is above its length."""
+        return (self.length - 1 - offset) // self.rate + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Branch):
+    """A branch: a sliding window, in which each token attends to the `size` nearest on either side, itself included.
+
+    Query t sees the keys s with ``|t - s| < size * rate`` and ``(t - s) % rate == 0``, and ``s <= t`` if causal: a
+    causal ``Window(4096)`` is Mistral's (arXiv 2310.06825), with a rate it is Longformer's dilated window (arXiv
+    2004.05150). Every token is a query and a key of every head, whatever the offsets.
+
+    Args:
+      size: the most keys w that a causal query sees, its own included. Without causality it sees up to ``2 * w - 1``.
+      rate: the distance r of these keys, in tokens.
+
+    Raises:
+      ValueError: for a value below 1.
+      TypeError: for a size or rate that is no integer.
+
+    Example:
+      >>> Window(2, rate=3).holds(query=6, key=np.arange(10), offset=0).nonzero()[0].tolist()
+      [3, 6, 9]
+    """
+
+    size: int
+    rate: int = 1
+
+    is_by_group = False
+
+    def __post_init__(self) -> None:
+        _read_integers(self, "size", "rate")
+
+    @property
+    def offset_rate(self) -> int:
+        return 1
+
+    @property
+    def period(self) -> None:
+        return None
+
+    @property
+    def modulus(self) -> int:
+        return self.rate
+
+    @property
+    def extent(self) -> int:
+        return self.size * self.rate
+
+    @property
+    def _distance(self) -> int:
+        """The distance of the furthest key."""
+        return (self.size - 1) * self.rate
+
+    def keeps(self, token: Any, offset: Any) -> Any:
+        return token + offset >= token  # all, in the shape of both
+
+    def group(self, token: Any) -> Any:
+        return remainder(token, self.rate)
+
+    def seen(self, query: Any, is_causal: bool = False) -> tuple[Any, Any]:
+        distance = self._distance
+        first = (query >= distance) * (query - distance)  # not below zero, where numbers have no sign
+        return first, query if is_causal else query + distance
+
+    def count(self, query: Any, start: Any, stop: Any, offset: Any, length: int, is_causal: bool = False) -> Any:
+        first, last = self.seen(query, is_causal)
+        begin, end = np.maximum(start, first), np.minimum(np.minimum(stop, length), last + 1)
+        before = lambda token: (token - 1 - query) // self.rate
+        return np.maximum(before(end) - before(begin), 0)
+
+    def within(self, stop: int, end: int, most: int) -> Branch:
+        if self.rate == 1 and self.size >= end:
+            return Segments(stop)  # where balance and fused kernels serve
+        rate = 1 if self.size == 1 else min(self.rate, end)
+        return Window(min(self.size, -(-end // rate)), rate)
+
+    def rank(self, token: Any, offset: Any) -> Any:
+        return token
+
+    def token(self, rank: Any, offset: Any) -> Any:
+        return rank
+
+    def most_kept(self, tokens: int) -> int:
+        return tokens
+
+    def num_cached(self, max_length: int) -> int:
+        return min(self.extent, max_length)
+
+    # A ring of the last `extent` tokens: token t is in row t % extent.
+    def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
+        extent = min(self.extent, MAX_POSITIONS)  # within 32 bits: all tokens have rows of their own
+        token = offset * 0 + last - (last - row) % extent  # the same for all heads
+        return token, (row < extent) & (token >= 0)
+
+
+def _read_integers(branch: Any, *names: str) -> None:
+    """Reads the numbers of a branch: how many tokens, and of how many one is kept or seen.
+
+    Raises:
+      ValueError, TypeError: for a number below 1, or one that is no integer.
+    """
+    kind = type(branch).__name__
+    for name in names:
+        value, meaning = getattr(branch, name), "one of so many tokens" if name == "rate" else "it counts tokens"
+        if not is_integer(value):
+            raise TypeError(f"{name}={value!r} of {kind} must be an integer: {meaning}")
+        number = int(value)
+        if number < 1:
+            raise ValueError(f"{name}={number} of {kind} is below 1: {meaning}, from 1 on")
+        object.__setattr__(branch, name, number)

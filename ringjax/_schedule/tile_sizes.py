@@ -1,0 +1,33 @@
+"""How many rows of queries, and of keys, XLA computes at once."""
+
+MAX_BLOCK_ROWS = 512
+SHARED_BLOCK_ROWS = 128
+MIN_BLOCK_ROWS = 64
+MAX_LOGITS = 2**24
+MIN_GPU_BLOCK_ROWS, MAX_GPU_BLOCK_ROWS = 128, 2048
+
+
+def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans.
+
+    It spans fewer rows in narrow dtypes: logits are as wide in these, and weigh more beside the rows. It spans fewer
+    where many batches and heads fill a tile by themselves, and where the CPU devices of one process share a cache.
+    """
+    rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
+    while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
+        rows //= 2
+    return rows
+
+
+def choose_gpu_block_size(head_bytes: int, num_devices: int, extent: int) -> int:
+    """Returns the most rows of queries, and of keys, that one tile of logits spans on GPUs.
+
+    A step there starts many kernels, whatever its size, so tiles are large: on one device the logits of a head, in
+    float32, may take three times the `head_bytes`, those of its queries. In a ring more is held, and they may take a
+    quarter. Tiles beyond the `extent` of all branches would be masked for the most part.
+    """
+    most = 3 * head_bytes if num_devices == 1 else head_bytes // 4
+    rows = MIN_GPU_BLOCK_ROWS
+    while rows < min(MAX_GPU_BLOCK_ROWS, extent) and 4 * (2 * rows) ** 2 <= most:
+        rows *= 2
+    return rows

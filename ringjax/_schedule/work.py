@@ -1,0 +1,152 @@
+"""What a call asks of each device: its sizes there, the bytes of its rows, and which of these travel in the backward.
+
+B batch, N query heads of a device, K key/value heads, H and V the widths.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ringjax._pattern.branch import Branch
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._schedule.heads import HeadParts
+from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules
+from ringjax._schedule.side import Side
+
+
+class RowBytes(NamedTuple):
+    """The bytes of one slot on one shard, over batch and heads, of what the backward reads and adds up."""
+
+    queries: int  # with all that belongs to them: cotangents, lse, ...
+    keys: int  # and values
+    query_grad: int
+    keys_grad: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a call asks for, beside its schedule: sizes on one device, before it exchanges tokens for heads.
+
+    Args:
+      pattern: the pattern.
+      num_kv_heads: the key/value heads of all devices.
+      batch, num_heads, width, value_width: what a device has of B, N, H and V.
+      itemsize, sum_itemsize: the bytes of a number of the arrays, and of sums.
+      kv_itemsizes: the bytes of a number of keys, and of values; by default those of the arrays.
+      has_order: whether what is exchanged waits for each other, as on CPUs: then nothing is left out.
+      head_parts: the devices that heads are cut over, beside those of the sequence.
+      document_itemsize: the bytes of the number of a document, 0 without documents.
+      needs_lse: whether anything but the sum of branches asks for the lse, which may then have a gradient.
+    """
+
+    pattern: DilatedPattern
+    num_kv_heads: int
+    batch: int
+    num_heads: int
+    width: int
+    value_width: int
+    itemsize: int
+    sum_itemsize: int = 4
+    head_parts: int = 1
+    document_itemsize: int = 0
+    needs_lse: bool = False
+    kv_itemsizes: tuple[int, int] | None = None
+    has_order: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of a key and a value of one head."""
+        of_key, of_value = self.kv_itemsizes or (self.itemsize, self.itemsize)
+        return self.width * of_key + self.value_width * of_value
+
+    @property
+    def has_one_branch(self) -> bool:
+        """Whether nothing is added to the results of a branch."""
+        return len(self.pattern.branches) == 1
+
+    def local_heads(self, exchange_size: int) -> int:
+        """Returns the key/value heads that the queries of a device use."""
+        return self._parts(exchange_size).size
+
+    def repeats_heads(self, exchange_size: int) -> bool:
+        """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
+        return exchange_size * self.local_heads(exchange_size) != self.local_heads(1)
+
+    def heads_of(self, schedule: BranchSchedule) -> tuple[int, int]:
+        """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
+        parts = self._parts(schedule.exchange_size)
+        most = max(parts.members(self._numbers(schedule)))
+        return self.num_heads // schedule.exchange_size // parts.size * most, most
+
+    def num_classes(self, schedule: BranchSchedule) -> int:
+        """Returns how many classes of heads there are, whose rows are not the same."""
+        branches = [(schedule.number, schedule.branch), *schedule.earlier]
+        offsets = [self._offsets(schedule, one, number) for number, one in branches]
+        return np.unique(np.stack(offsets), axis=1).shape[1]
+
+    def offsets(self, schedule: BranchSchedule) -> tuple[int, ...]:
+        """Returns the offset of each key/value head, of all devices, that runs a branch."""
+        return tuple(self._offsets(schedule, schedule.branch, schedule.number).tolist())
+
+    def _offsets(self, schedule: BranchSchedule, other: Branch, number: int) -> np.ndarray:
+        """The offsets of the heads of a branch in another branch."""
+        return self.pattern.offset(np.asarray(self._numbers(schedule)), other, number, self.num_kv_heads)
+
+    def _parts(self, exchange_size: int) -> HeadParts:
+        return HeadParts(self.num_kv_heads, self.head_parts * exchange_size)
+
+    def _numbers(self, schedule: BranchSchedule) -> range:
+        return self.pattern.heads_of(schedule.number, self.num_kv_heads)
+
+    def documents(self, schedule: BranchSchedule) -> int:
+        """Returns the bytes of the documents of a slot."""
+        return self.batch * self.num_classes(schedule) * self.document_itemsize if self.document_itemsize else 0
+
+    def query_row(self, schedule: BranchSchedule) -> int:
+        """Returns the bytes of a slot's queries."""
+        return self.batch * self.heads_of(schedule)[0] * self.width * self.itemsize + self.documents(schedule)
+
+    def keys_row(self, schedule: BranchSchedule) -> int:
+        """Returns the bytes of a slot's keys and values."""
+        return self.batch * self.heads_of(schedule)[1] * self.kv_bytes + self.documents(schedule)
+
+    def row_bytes(self, schedule: BranchSchedule) -> RowBytes:
+        """Returns the bytes of a slot in the backward."""
+        heads, kv_heads = self.heads_of(schedule)
+        return RowBytes(
+            queries=self.query_row(schedule) + self.batch * heads * self._residual_bytes(schedule),
+            keys=self.keys_row(schedule),
+            query_grad=self.batch * heads * self.width * self.sum_itemsize,
+            keys_grad=self.batch * kv_heads * (self.width + self.value_width) * self.sum_itemsize,
+        )
+
+    def _residual_bytes(self, schedule: BranchSchedule) -> int:
+        """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
+        if schedule.traits.takes_output:
+            return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
+        return self.value_width * self.itemsize + 2 * self.sum_itemsize
+
+    def residual_bytes(self, schedules: Iterable[BranchSchedule]) -> int:
+        """Returns the same for several branches, each of whose implementations has its own."""
+        return sum({schedule.implementation: self._residual_bytes(schedule) for schedule in schedules}.values())
+
+
+def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
+    """Returns the schedules in which the backward sends queries where they are lighter than keys, with gradients.
+
+    To be asked again when implementations have taken branches: what they need of a query differs.
+    """
+    are_lighter = [_are_queries_lighter(schedule, work.row_bytes(schedule)) for schedule in schedules]
+    of_all = zip(schedules, are_lighter, strict=True)
+    return tuple(dataclasses.replace(schedule, queries_travel=is_lighter) for schedule, is_lighter in of_all)
+
+
+def _are_queries_lighter(schedule: BranchSchedule, row: RowBytes) -> bool:
+    queries = _num_rows(schedule.query_legs, schedule.queries) * (row.queries + row.query_grad)
+    return queries < _num_rows(schedule.key_legs, schedule.keys) * (row.keys + row.keys_grad)
+
+
+def _num_rows(legs: Iterable[Leg], side: Side) -> int:
+    return sum(leg.num_rows(side) for leg in legs)

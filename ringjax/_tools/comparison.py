@@ -1,0 +1,284 @@
+"""The strategies of a call beside each other, as a table, as figures and in a sentence."""
+
+import dataclasses
+import functools
+import json
+import re
+import textwrap
+from typing import Any
+
+from ringjax._call import Call
+from ringjax._kernels.implementation import NAME_OF
+from ringjax._pattern.pattern import DilatedPattern, Reach
+from ringjax._pattern.reach_warning import find_problem
+from ringjax._schedule.strategy import OF_BRANCHES
+from ringjax._tools.forecast import Forecast, all_forecasts, choose
+from ringjax._tools.machine import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The strategies of a call beside each other; `str` of it is a table.
+
+    Args:
+      call: the call, in integers.
+      machine: the figures of the devices.
+      forecasts: what each strategy takes.
+      best: the one of the least bound of time, which may be of several strategies.
+      has_gradient: whether the gradient is counted.
+      axis_name: the mesh axis of the sequence.
+      spec: what axes cut batches, the sequence and heads, where others than the sequence's do.
+    """
+
+    call: Call
+    machine: Machine
+    forecasts: tuple[Forecast, ...]
+    best: Forecast
+    has_gradient: bool
+    axis_name: str = "seq"
+    spec: tuple[Any, ...] = ()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the table: one for each strategy, of figures."""
+        more = [] if self.best in self.forecasts else [self.best]
+        return [self._row(one) for one in (*self.forecasts, *more)]
+
+    def _row(self, one: Forecast) -> dict[str, Any]:
+        both = one.forward + one.backward
+        legs = [leg for schedule in one.implemented if schedule.strategy == "ring" for leg in schedule.key_legs]
+        hops = sum(leg.hops for leg in legs)
+        return {
+            "strategy": one.strategy,
+            "exchange_size": max(schedule.exchange_size for schedule in one.implemented),
+            "hops": hops,
+            "messages": sum(message.times for message in one.messages),
+            "bytes_forward": one.num_bytes("forward"),
+            "bytes_backward": one.num_bytes("backward"),
+            "bytes_between_nodes": sum(
+                message.num_bytes * message.times
+                for message in one.messages
+                if not self.machine.is_inside(message, self.call.num_devices)
+            ),
+            "bytes_held_at_least": one.memory.at_least,
+            "bytes_held_at_most": one.memory.at_most,
+            "pairs": one.pairs,
+            "pairs_computed": one.computed,
+            "operations": sum(one.operations),
+            "seconds_products": both.products,
+            "seconds_memory": both.memory,
+            "seconds_links_hidden": both.hidden,
+            "seconds_links_exposed": both.exposed,
+            "seconds": both.total,
+        }
+
+    @property
+    def implementations(self) -> list[dict[str, str]]:
+        """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
+        found = []
+        for schedule, implemented in zip(self.best.schedules, self.best.implemented, strict=True):
+            obstacles = self.call.obstacles(self.best.schedules, schedule)
+            why = "; ".join(f"not {name}: {reason}" for name, reason in obstacles)
+            name = NAME_OF[implemented.implementation]
+            found.append({"branch": str(schedule.branch), "implementation": name, "why": why})
+        return found
+
+    @functools.cached_property
+    def reach(self) -> Reach:
+        """How many queries see beyond their smallest branch."""
+        return self.call.pattern.reach(self.call.num_queries, self.call.work.num_kv_heads, self.call.is_causal)
+
+    @functools.cached_property
+    def problem(self) -> str | None:
+        """What a call warns of where few queries see far."""
+        call = self.call
+        return find_problem(call.pattern, call.num_queries, call.work.num_kv_heads, call.is_causal)
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in a sentence."""
+        if not any(one.messages for one in self.forecasts):
+            return f'Nothing has to travel: all strategies do the same, take the default, "ring".{self._what_fits()}'
+        return f"Take {self._beside_others()}.{self._which_mesh()}{self._what_fits()}"
+
+    def _which_mesh(self) -> str:
+        """How to lay out a mesh for rings between groups, in a sentence; nothing where any mesh serves."""
+        size = self.best.ring_exchange_size
+        if not self.machine.is_grid or size == 1:
+            return ""
+        return (
+            f" Make the mesh with ringjax.make_mesh(..., exchange_size={size}): else no hop between groups is hidden."
+        )
+
+    def _beside_others(self) -> str:
+        """The best strategy, and its bound over that of the default, or of the next where it is the default."""
+        best, bound = self.best.strategy, _time(self.best.seconds)
+        name = f'"{best}"' if isinstance(best, str) else f"{best}, one for each branch"
+        # Without a call that is explained, which is one of them under a name of its own.
+        others = {one.strategy: one.seconds for one in self.forecasts if one.strategy in {*OF_BRANCHES} - {best}}
+        if not others:
+            return f"{name}: no other serves, and its bound is {bound}"
+        if "ring" in others:
+            saved = 1 - self.best.seconds / others["ring"]
+            share = f"{saved:.0%} less" if saved >= 0.01 else "less than 1% less"
+            return f'{name}: its bound is {bound}, {share} than that of the default, "ring"'
+        other = min(others, key=lambda name: others[name])
+        ratio = others[other] / self.best.seconds
+        more = "less than 1% more" if ratio < 1.01 else f"{ratio:.2f} times as long"
+        default = ", the default" if best == "ring" else ""
+        return f'{name}{default}: its bound is {bound}, and that of the next, "{other}", is {more}'
+
+    def _what_fits(self) -> str:
+        """What does not fit the memory of a device, in a sentence; nothing where all does."""
+        room, memory = self.machine.memory, f"the {mebibytes(self.machine.memory)} of a device"
+        if self.best.memory.at_least > room:
+            return f" None fits {memory}: take more devices, a smaller batch, or a narrower dtype."
+        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory.at_least > room]
+        said = f" More than {memory} would be held by {', '.join(too_large)}." if too_large else ""
+        if self.best.memory.at_most > room:
+            said += f" Whether it fits {memory} only a compiler can say: see --compile."
+        return said
+
+    @property
+    def example(self) -> str:
+        """The call to paste."""
+        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(self._options)})"
+
+    @property
+    def module_example(self) -> str | None:
+        """The module to paste, but for the width of inputs; None where values have a width that it has not."""
+        query, key, value, *_ = self.call.request
+        if value.shape[-1] != query.shape[-1]:
+            return None
+        sizes = [f"num_heads={query.shape[-2]}", "in_features=in_features", f"num_kv_heads={key.shape[-2]}"]
+        sizes += [f"qkv_features={query.shape[-2] * query.shape[-1]}"]
+        dtype = f"dtype=jnp.{query.dtype}"
+        return f"ringjax.RingDilatedAttention({', '.join([*sizes, *self._options, dtype])}, rngs=rngs)"
+
+    @property
+    def _options(self) -> list[str]:
+        call = self.call
+        branches = ", ".join(f"ringjax.{branch}" for branch in call.pattern.branches)
+        usual = DilatedPattern(call.pattern.branches)
+        chosen = {name: getattr(call.pattern, name) for name in ("offsets", "merge", "heads")}
+        choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
+        options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
+        if call.exchange_size is not None and "all_to_all" in self.best.strategy:
+            options.append(f"exchange_size={call.exchange_size}")
+        if call.implementation is not None:
+            options.append(f"implementation={call.implementation!r}")
+        if self.axis_name != "seq":
+            options.append(f"axis_name={self.axis_name!r}")
+        if self.spec:
+            options.append(f"spec=jax.P({', '.join(map(repr, self.spec))})")
+        return options
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, for JSON."""
+        return {
+            "device": self.machine.name,
+            "tokens": self.call.num_queries,
+            "devices": self.call.num_devices,
+            "has_gradient": self.has_gradient,
+            "strategies": self.rows,
+            "implementations": self.implementations,
+            "share_that_sees_beyond": self.reach.in_any_head,
+            "share_that_sees_beyond_per_head": float(self.reach.beyond.mean()),
+            "recommended": self.best.strategy,
+            "recommendation": self.recommendation,
+            "call": self.example,
+            "module": self.module_example,
+        }
+
+    def to_json(self) -> str:
+        """Returns all figures in JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def __str__(self) -> str:
+        call, machine = self.call, self.machine
+        what = "forward and gradient" if self.has_gradient else "forward"
+        bounds = "bounds: products at the peak rate, links at full rate"
+        times = "forecasts, of measured figures" if machine.is_measured else bounds
+        title = [
+            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.",
+            f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.",
+            f"Times are {times}.",
+        ]
+        labels = {
+            "strategy": "strategy",
+            "exchange": "exchange_size",
+            "hops": "hops",
+            "messages": "messages",
+            "sent forward": "bytes_forward",
+            "backward": "bytes_backward",
+            "between nodes": "bytes_between_nodes",
+            "holds at least": "bytes_held_at_least",
+            "at most": "bytes_held_at_most",
+            "products": "seconds_products",
+            "memory": "seconds_memory",
+            "links hidden": "seconds_links_hidden",
+            "exposed": "seconds_links_exposed",
+            "bound": "seconds",
+        }
+        # A column for each strategy: there are few, and more to say of each than a line holds.
+        cells = [list(labels)] + [[_cell(key, row[key]) for key in labels.values()] for row in self.rows]
+        cells[1:] = [list(map(str.rjust, column, [max(map(len, column))] * len(column))) for column in cells[1:]]
+        cells[0] = [label.ljust(max(map(len, labels))) for label in labels]
+        lines = ["  ".join(line) for line in zip(*cells, strict=True)]
+        served = [
+            f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
+            for one in self.implementations
+        ]
+        if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
+            served.append(
+                f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
+                f"and {self.reach.beyond.mean():.0%} do in a head on average."
+            )
+        warned = [] if self.problem is None else [f"Warning: {self.problem}."]
+        said = [*served, *warned, "", self.recommendation, self.example, *filter(None, [self.module_example])]
+        return "\n".join([*map(wrap, title), "", *lines, "", *map(wrap, said)])
+
+
+def _sizes(call: Call) -> str:
+    work = call.work
+    widths = f"{work.width}" if work.width == work.value_width else f"{work.width} and {work.value_width}"
+    sequences = f"{work.batch} sequence{'s' if work.batch > 1 else ''}"
+    return f"{sequences}, with {work.num_heads} query and {work.local_heads(1)} key/value heads of width {widths}"
+
+
+def compare(
+    call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq", spec: tuple[Any, ...] = ()
+) -> Comparison:
+    """Returns the strategies of a call beside each other."""
+    forecasts = tuple(all_forecasts(call, machine, has_gradient))
+    return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name, spec)
+
+
+def wrap(text: str) -> str:
+    """Returns a text in lines that need no scrolling, all but the first indented; what makes a branch is not cut."""
+    text = re.sub(r"\w+\([^()]*\)", lambda branch: branch[0].replace(" ", "\xa0"), text)
+    lines = textwrap.wrap(text, 88, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _cell(key: str, value: Any) -> str:
+    if isinstance(value, tuple):  # a strategy for each branch
+        return "mixed"
+    if key.startswith("seconds"):
+        return _time(value) if value else "-"
+    if key.startswith("bytes"):
+        return mebibytes(value) if value else "-"
+    return str(value)
+
+
+def mebibytes(num_bytes: int) -> str:
+    """Returns a number of bytes in MiB, as a text of four digits at least."""
+    number = num_bytes / 2**20
+    return f"{number:,.0f} MiB" if number >= 1000 else f"{number:.4g} MiB"

@@ -1,0 +1,232 @@
+"""What a strategy will take: bounds of its time on a machine, and which strategy's bound is the least.
+
+All are bounds, at the rates of the machine: its products, each array read and written once where it must be, and
+messages. Of measured rates they are forecasts. What is computed beside a message hides it, as far as that lasts; not on
+devices that copy messages themselves.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ringjax._call import Call
+from ringjax._pattern.warning import warn_once
+from ringjax._schedule.schedule import BranchSchedule, Schedules
+from ringjax._schedule.strategy import OF_BRANCHES
+from ringjax._schedule.work import Work
+from ringjax._tools.machine import Machine, known_machine
+from ringjax._tools.memory import Memory, bound_memory
+from ringjax._tools.messages import Direction, Message, branch_messages, exchange_messages
+from ringjax._tools.pairs import num_kept_pairs, num_tile_pairs
+
+
+class Seconds(NamedTuple):
+    """The bound of one direction on the busiest device: products, passes over memory, and links, seen and hidden."""
+
+    products: float
+    memory: float
+    exposed: float
+    hidden: float
+    total: float
+
+    def __add__(self, other: "Seconds") -> "Seconds":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Seconds(*map(sum, zip(self, other, strict=True)))
+
+
+ZERO = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What a call will take with one strategy.
+
+    Args:
+      strategy: its name, or a tuple with one for each branch.
+      schedules: the schedule of each branch.
+      implemented: the same in the tiles of what computes them.
+      messages: what each device sends.
+      pairs: the pairs of queries and keys that the busiest device keeps, over its batch and heads.
+      computed: the pairs that it computes for these: those of whole tiles, where tiles are computed as a whole.
+      operations: the operations of their products, forward and of the gradient.
+      memory: bounds of the bytes that it holds at the peak.
+      forward, backward: the bounds of time.
+    """
+
+    strategy: Any
+    schedules: Schedules
+    implemented: Schedules
+    messages: tuple[Message, ...]
+    pairs: int
+    computed: int
+    operations: tuple[int, int]
+    memory: Memory
+    forward: Seconds
+    backward: Seconds
+
+    @property
+    def seconds(self) -> float:
+        """The bound of both directions."""
+        return self.forward.total + self.backward.total
+
+    @property
+    def ring_exchange_size(self) -> int:
+        """How many devices exchange tokens for heads, where a ring goes between such groups; 1 where none does."""
+        return max((one.exchange_size for one in self.implemented if not one.is_local), default=1)
+
+    def num_bytes(self, direction: Direction) -> int:
+        """Returns the bytes that a device sends in one direction."""
+        return sum(message.num_bytes * message.times for message in self.messages if message.direction == direction)
+
+
+def best_strategy(call: Call) -> str | tuple[str, ...]:
+    """Returns what ``strategy="auto"`` stands for: that of the least time on the call's devices, with the gradient.
+
+    On devices of which no figures are known this is the ring.
+    """
+    kind = call.request.device_kind or call.request.platform
+    machine = known_machine(call.request.platform, call.request.device_kind)
+    if machine is not None:
+        return choose(call, machine).strategy
+    warn_once(
+        ("auto", kind),
+        f"strategy='auto' takes \"ring\": the figures of {kind!r} are not known; name a strategy, which "
+        "`ringjax plan` compares for the figures that `ringjax plan --measure FILE` writes",
+    )
+    return "ring"
+
+
+def forecast(call: Call, strategy: str | tuple[str, ...], machine: Machine, has_gradient: bool = True) -> Forecast:
+    """Returns what a call will take with a strategy."""
+    schedules = call.schedules(strategy)
+    implemented = call.implement(schedules)
+    of_branches = [branch_messages(call.work, schedule, has_gradient) for schedule in implemented]
+    of_exchange = exchange_messages(call.work, implemented, has_gradient)
+    directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
+    seconds = {
+        direction: sum(
+            (
+                _of_branch(call, schedule, own, machine, direction)
+                for schedule, own in zip(implemented, of_branches, strict=True)
+            ),
+            _of_exchange(call, of_exchange, machine, direction),
+        )
+        for direction in directions
+    }
+    forward = sum(_operations(call.work, schedule, "forward") for schedule in implemented)
+    backward = sum(_operations(call.work, schedule, "backward") for schedule in implemented) if has_gradient else 0
+    return Forecast(
+        strategy,
+        schedules,
+        implemented,
+        tuple(sum(of_branches, of_exchange)),
+        sum(_num_heads(call.work, schedule) * _kept(call.work, schedule) for schedule in implemented),
+        sum(_computed(call.work, schedule) for schedule in implemented),
+        (forward, backward),
+        bound_memory(call.work, implemented, has_gradient),
+        seconds["forward"],
+        seconds.get("backward", ZERO),
+    )
+
+
+def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
+    """Returns the forecast of the least time: of one strategy for all branches, or of one for each.
+
+    One that must hold more than the machine's memory comes after those that may fit. Of equal ones the first counts:
+    the same call is always served the same way. Each branch in turn takes the strategy that is best beside those of the
+    others, if there is a better one than the best for all.
+    """
+    cost = lambda one: (one.memory.at_least > machine.memory, one.seconds)
+    best = min(all_forecasts(call, machine, has_gradient), key=cost)
+    count = len(call.pattern.branches)
+    if count == 1:
+        return best
+    names: list[str] = [best.strategy] * count
+    for number, name in itertools.product(range(count), OF_BRANCHES):
+        strategy = (*names[:number], name, *names[number + 1 :])
+        if len({*strategy}) > 1 and call.obstacle(call.schedules(strategy)) is None:
+            one = forecast(call, strategy, machine, has_gradient)
+            if cost(one) < cost(best):
+                best, names = one, list(strategy)
+    return best
+
+
+def all_forecasts(call: Call, machine: Machine, has_gradient: bool) -> list[Forecast]:
+    """Returns the forecast of every strategy that is one for all branches, and that what computes can serve.
+
+    Raises:
+      ValueError: if it can serve none of them.
+    """
+    served = [name for name in OF_BRANCHES if call.obstacle(call.schedules(name)) is None]
+    return [forecast(call, name, machine, has_gradient) for name in served or ["ring"]]  # the ring says why
+
+
+def _operations(work: Work, schedule: BranchSchedule, direction: Direction) -> int:
+    """Two products of each pair forward, five in the gradient, of which it computes one again."""
+    of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
+    return 2 * of_pair * _computed(work, schedule)
+
+
+def _computed(work: Work, schedule: BranchSchedule) -> int:
+    """The pairs that are computed, over batch and heads."""
+    count = (
+        num_tile_pairs(schedule, work.offsets(schedule)) if schedule.traits.takes_whole_tiles else _kept(work, schedule)
+    )
+    return _num_heads(work, schedule) * count
+
+
+def _kept(work: Work, schedule: BranchSchedule) -> int:
+    return num_kept_pairs(schedule, work.offsets(schedule))
+
+
+def _num_heads(work: Work, schedule: BranchSchedule) -> int:
+    return work.batch * work.heads_of(schedule)[0]
+
+
+def _of_branch(
+    call: Call, schedule: BranchSchedule, own: list[Message], machine: Machine, direction: Direction
+) -> Seconds:
+    """The time of a branch with its own messages."""
+    work = call.work
+    link = functools.partial(_links, own, machine, call.num_devices, direction)
+    hidden, exposed = link(is_hidden=True), link(is_hidden=False)
+    num_meetings = 1 if schedule.is_gathered else 1 + max((leg.hops for leg in schedule.key_legs), default=0)
+    products = _operations(work, schedule, direction) / machine.rate(work.itemsize)
+    # The gradient takes the exponential again, and what becomes of it.
+    products += (1 if direction == "forward" else 2) * _computed(work, schedule) * machine.pair_seconds
+    memory = _bytes_moved(work, schedule, num_meetings, direction) / machine.memory_bandwidth
+    # Sums are read and written between products; what comes is computed with last, when it is there.
+    computing = products + memory
+    total = exposed + max(computing, hidden + computing / num_meetings)
+    return Seconds(products, memory, exposed, hidden, total)
+
+
+def _of_exchange(call: Call, own: list[Message], machine: Machine, direction: Direction) -> Seconds:
+    """The time of what is exchanged for all branches, with nothing beside it."""
+    exposed = _links(own, machine, call.num_devices, direction, is_hidden=False)
+    return Seconds(0.0, 0.0, exposed, 0.0, exposed)
+
+
+def _links(
+    found: Iterable[Message], machine: Machine, num_devices: int, direction: Direction, is_hidden: bool
+) -> float:
+    own = (message for message in found if message.direction == direction)
+    own = (message for message in own if (message.is_hidden and machine.hides_messages) == is_hidden)
+    return sum((machine.seconds(message, num_devices) for message in own), 0.0)
+
+
+def _bytes_moved(work: Work, schedule: BranchSchedule, num_meetings: int, direction: Direction) -> int:
+    """The bytes that memory reads and writes: operands and sums in each meeting, and rows that are taken and put."""
+    row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
+    # What is gathered is written before it is read.
+    gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
+    queries, keys = schedule.queries.num_slots, schedule.keys.num_slots * gathered
+    tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.exchange_size * work.sum_itemsize
+    if direction == "forward":
+        sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize
+        moved = num_meetings * (queries * work.query_row(schedule) + keys * row.keys + sums)
+        return moved + 2 * tokens * work.value_width
+    sums = 2 * (queries * row.query_grad + keys * row.keys_grad)
+    moved = num_meetings * (queries * row.queries + keys * row.keys + sums)
+    return moved + 2 * tokens * work.width

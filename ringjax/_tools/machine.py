@@ -1,0 +1,203 @@
+"""The figures of devices: what they compute, keep and send in a second."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringjax._tools.messages import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The figures of a device, and of the links between devices.
+
+    Args:
+      name: what the device is called.
+      platform: ``"cuda"``, ``"tpu"`` or ``"cpu"``.
+      operations: the most operations in a second, by the bytes of a number.
+      memory: the bytes of its memory.
+      memory_bandwidth: the bytes that its memory reads or writes in a second.
+      link_bandwidth: the bytes in a second, one way, from a device to others in its node; in a grid, to the next one.
+      network_bandwidth: the bytes in a second, one way, from a device to those of other nodes.
+      node_size: the number of devices that links connect.
+      is_grid: whether links lead to the next devices alone, so that what goes further takes several.
+      latency: the seconds that a message takes, however short.
+      pair_seconds: the seconds that a pair takes beside its products, such as for its exponential; 0 where that goes on
+        while others multiply.
+      is_measured: whether attention reached these rates; else they are the most that a device can.
+    """
+
+    name: str
+    platform: str
+    operations: Mapping[int, float]
+    memory: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    node_size: int
+    is_grid: bool = False
+    latency: float = 0.0
+    pair_seconds: float = 0.0
+    is_measured: bool = False
+
+    def rate(self, itemsize: int) -> float:
+        """Returns the most operations in a second on numbers of so many bytes, or of the next that is known."""
+        known = sorted(self.operations)
+        return self.operations[next((size for size in known if size >= itemsize), known[-1])]
+
+    def seconds(self, message: Message, num_devices: int) -> float:
+        """Returns the least time of a message, every time it is sent, by `num_devices` devices in a row."""
+        is_inside = self.is_inside(message, num_devices)
+        one = self._inside(message, num_devices) if is_inside else self._across(message)
+        return message.times * (one + self.latency)
+
+    @property
+    def hides_messages(self) -> bool:
+        """Whether devices compute while messages are on their way; CPUs copy these themselves."""
+        return self.platform != "cpu"
+
+    def is_inside(self, message: Message, num_devices: int) -> bool:
+        """Returns whether a message stays inside of nodes, on every device."""
+        stays_in_group = message.collective != "permute" and self.node_size % message.distance == 0
+        return num_devices <= self.node_size or stays_in_group
+
+    def _inside(self, message: Message, num_devices: int) -> float:
+        seconds, distance = message.num_bytes / self.link_bandwidth, message.distance
+        if not self.is_grid:
+            return seconds
+        # On a ring of neighbours every message takes the links in between, the other way round where that is nearer.
+        if message.collective == "permute":
+            return seconds * min(distance, max(1, num_devices // 2))
+        if message.collective == "all_to_all":
+            return seconds / max(1, distance - 1) * max(1.0, distance**2 / 8)
+        return seconds / 2
+
+    def _across(self, message: Message) -> float:
+        if message.collective in ("permute", "all_to_all"):
+            return message.num_bytes / self.network_bandwidth
+        # Each node gets what the others have, over the network of all its devices.
+        shared = message.num_bytes * (message.distance - self.node_size) / max(1, message.distance - 1)
+        return max(message.num_bytes / self.link_bandwidth, shared / self.node_size / self.network_bandwidth)
+
+
+def _gpu(name: str, half: float, single: float, gibibytes: int, memory: float, link: float, network: float) -> Machine:
+    operations = {2: half, 4: single, 8: single / 2}
+    return Machine(name, "cuda", operations, gibibytes * 2**30, memory, link, network, node_size=8, latency=5e-6)
+
+
+def _tpu(name: str, half: float, gibibytes: int, memory: float, link: float, network: float, size: int) -> Machine:
+    operations = {2: half, 4: half / 6}  # in six products of bfloat16
+    return Machine(name, "tpu", operations, gibibytes * 2**30, memory, link, network, size, is_grid=True, latency=1e-6)
+
+
+# As their makers state them: dense products, one way of links. Networks are of one 400 Gb/s card for each GPU (200 for
+# the A100), and of 100 Gb/s for each TPU.
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        _gpu("A100", 312e12, 19.5e12, 80, 2.04e12, 300e9, 25e9),
+        _gpu("H100", 989e12, 67e12, 80, 3.35e12, 450e9, 50e9),
+        _gpu("H200", 989e12, 67e12, 141, 4.8e12, 450e9, 50e9),
+        _gpu("B200", 2250e12, 75e12, 180, 8e12, 900e9, 50e9),
+        _tpu("v5e", 197e12, 16, 0.82e12, 45e9, 12.5e9, 256),
+        _tpu("v5p", 459e12, 95, 2.77e12, 90e9, 12.5e9, 8960),
+        _tpu("v6e", 918e12, 32, 1.64e12, 90e9, 12.5e9, 256),
+        # A core of many: what `ringjax plan --measure` writes takes its place.
+        Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
+    )
+}
+# What jax calls TPUs.
+_TPU_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v5p": "v5p", "v6 lite": "v6e", "v6e": "v6e"}
+
+
+def find_machine(device: str | Machine) -> Machine:
+    """Returns the figures of a device: one that is known by its name, or those in a file.
+
+    Raises:
+      ValueError: if there is neither.
+      TypeError: if it is no text.
+    """
+    if isinstance(device, Machine):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device={device!r} must be the name of a device, such as 'H100', or a file of figures")
+    known = {name.lower(): machine for name, machine in MACHINES.items()}
+    if device.lower() in known:
+        return known[device.lower()]
+    if Path(device).is_file():
+        return read_machine(device)
+    raise ValueError(
+        f"device={device!r} is unknown: use one of {', '.join(MACHINES)}, or a file of figures such as "
+        "`ringjax plan --measure` writes"
+    )
+
+
+def read_machine(path: str) -> Machine:
+    """Returns the figures in a file of JSON.
+
+    Raises:
+      ValueError: if they are not those of a `Machine`.
+    """
+    try:
+        figures: dict[str, Any] = json.loads(Path(path).read_text())
+        figures["operations"] = {int(size): float(rate) for size, rate in figures["operations"].items()}
+        machine = Machine(**figures)
+        _check_figures(machine)
+        return machine
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        names = ", ".join(field.name for field in dataclasses.fields(Machine))
+        raise ValueError(f"device={path!r} is no file of figures ({error}): give, in JSON, {names}") from None
+
+
+def _check_figures(machine: Machine) -> None:
+    """Checks what a file says of a device.
+
+    Raises:
+      ValueError: for a figure that no device has.
+    """
+    rates = {f"operations[{size}]": rate for size, rate in machine.operations.items()}
+    rates |= {name: getattr(machine, name) for name in ("memory", "memory_bandwidth", "link_bandwidth")}
+    rates |= {name: getattr(machine, name) for name in ("network_bandwidth", "node_size")}
+    if not machine.operations:
+        raise ValueError("operations is empty")
+    costs = {name: getattr(machine, name) for name in ("latency", "pair_seconds")}
+    for name, rate in {**rates, **costs}.items():
+        is_number = isinstance(rate, int | float) and math.isfinite(rate)
+        if not is_number or rate < 0 or (rate == 0 and name not in costs):
+            raise ValueError(f"{name} is {rate!r}, which is no positive number")
+    for name in ("is_grid", "is_measured"):
+        if not isinstance(getattr(machine, name), bool):
+            raise ValueError(f"{name} is {getattr(machine, name)!r}, which is neither true nor false")
+    if not isinstance(machine.node_size, int):
+        raise ValueError(f"node_size is {machine.node_size!r}, which is no integer")
+    if not isinstance(machine.name, str) or machine.platform not in ("cuda", "tpu", "cpu"):
+        raise ValueError(
+            f"name and platform are {machine.name!r} and {machine.platform!r}; platforms are cuda, tpu, cpu"
+        )
+
+
+def known_machine(platform: str, kind: str) -> Machine | None:
+    """Returns the figures of a device of this platform and kind, as jax names both; None if none are known.
+
+    Platforms are named as programs are lowered for them: "cuda", not "gpu".
+    """
+    if platform == "tpu":
+        own, _, _ = kind.lower().removeprefix("tpu").partition(",")  # behind it, "measured"
+        return MACHINES.get(_TPU_KINDS.get(own.strip(), ""))
+    names = [name for name, machine in MACHINES.items() if machine.platform == platform == "cuda"]
+    found = next((name for name in names if re.search(rf"\b{name}\b", kind, re.IGNORECASE)), None)
+    return MACHINES.get("cpu" if platform == "cpu" else found or "")
+
+
+def machine_of(platform: str, kind: str) -> Machine:
+    """Returns the figures of a device; of an unknown one those of another, under a name that says so."""
+    known = known_machine(platform, kind)
+    if known is not None:
+        return known
+    other = MACHINES["v5e" if platform == "tpu" else "H100"]
+    device = f"{platform} device {kind!r}" if kind else f"{platform} device"
+    return dataclasses.replace(other, name=f"unknown {device}, with the figures of {other.name}")

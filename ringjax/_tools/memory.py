@@ -1,0 +1,81 @@
+"""Bounds of the bytes that a device holds at the peak: what it must hold, and what it can hold at the most."""
+
+from typing import NamedTuple
+
+from ringjax._schedule.schedule import BranchSchedule, Schedules
+from ringjax._schedule.work import Work
+
+
+class Memory(NamedTuple):
+    """Bounds of the bytes that a device holds at the peak, from below and from above."""
+
+    at_least: int
+    at_most: int
+
+
+def bound_memory(work: Work, schedules: Schedules, has_gradient: bool) -> Memory:
+    """Returns bounds of what a device holds at the peak of a call, or of its gradient, compiled by itself.
+
+    With the arguments A (also the cotangent), the results R, and S the sums of all tokens in the dtype of sums, and for
+    each branch the keys and values G that it gathers, its rows B of queries and of the keys that meet them, with what
+    the gradient needs of them and their sums, and L the logits of one tile where XLA computes:
+
+        at least  A + max(R, max G)
+        at most   A + R + 2 (S + sum B) + 4 sum L, where tokens are exchanged for heads with 2 (A + R) more
+
+    Twice, as an array is there where it comes from and where it goes to; logits, their mask, and their weights in the
+    dtypes of sums and of arrays are four. Which arrays are there at once only a compiler knows.
+    """
+    numbers = _Numbers.of(work, schedules)
+    arguments = (numbers.query + has_gradient * numbers.out) * work.itemsize + numbers.key_bytes
+    results = numbers.query * work.itemsize + numbers.key_bytes if has_gradient else numbers.out * work.itemsize
+    sums = numbers.out + numbers.lse + has_gradient * (numbers.query + numbers.lse + numbers.key)
+    gathered = max((_gathered(work, schedule) for schedule in schedules), default=0)
+    of_branches = sum(_rows(work, schedule, has_gradient) for schedule in schedules)
+    logits = sum(_logits(work, schedule) for schedule in schedules)
+    is_exchanged = any(schedule.exchange_size > 1 for schedule in schedules)
+    at_most = (1 + 2 * is_exchanged) * (arguments + results) + 2 * (sums * work.sum_itemsize + of_branches) + 4 * logits
+    return Memory(arguments + max(results, gathered), at_most)
+
+
+class _Numbers(NamedTuple):
+    """The numbers in a device's queries, output, lse and keys with values, and the bytes of the last."""
+
+    query: int
+    out: int
+    lse: int
+    key: int
+    key_bytes: int
+
+    @classmethod
+    def of(cls, work: Work, schedules: Schedules) -> "_Numbers":
+        one = schedules[0].of_devices()
+        tokens, keys = one.queries.shard_length * work.batch, one.keys.shard_length * work.batch * work.local_heads(1)
+        rows = tokens * work.num_heads
+        widths = work.width, work.value_width
+        return cls(rows * widths[0], rows * widths[1], rows, keys * sum(widths), keys * work.kv_bytes)
+
+
+def _gathered(work: Work, schedule: BranchSchedule) -> int:
+    """The bytes of the keys and values of a whole group of devices."""
+    return schedule.is_gathered * schedule.gather_size * schedule.keys.num_slots * work.keys_row(schedule)
+
+
+def _rows(work: Work, schedule: BranchSchedule, has_gradient: bool) -> int:
+    """The bytes of a branch's rows, of queries and of all the keys that are there at once, with their sums."""
+    row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
+    num_keys = schedule.keys.num_slots * (schedule.gather_size if schedule.is_gathered else 1)
+    sums = work.batch * heads * (work.value_width + 2) * work.sum_itemsize
+    if not has_gradient:
+        return schedule.queries.num_slots * (work.query_row(schedule) + sums) + num_keys * row.keys
+    of_queries = schedule.queries.num_slots * (row.queries + max(row.query_grad, sums))
+    return of_queries + num_keys * (row.keys + row.keys_grad)
+
+
+def _logits(work: Work, schedule: BranchSchedule) -> int:
+    """The bytes of the logits of one tile of queries and one of keys, over batch and heads."""
+    if schedule.implementation != "xla":
+        return 0
+    side = schedule.queries
+    pairs = side.chunks_per_tile * side.block_rows * schedule.keys.block_rows
+    return work.batch * work.heads_of(schedule)[0] * pairs * work.sum_itemsize

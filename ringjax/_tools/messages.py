@@ -1,0 +1,133 @@
+"""The messages that each device sends in a call, in bytes."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules, exchanged_together
+from ringjax._schedule.side import Side
+from ringjax._schedule.work import Work
+
+Direction = Literal["forward", "backward"]
+
+
+class Message(NamedTuple):
+    """What every device sends to others, so many `times`: `num_bytes` at once.
+
+    Arrays that go together, such as keys and values, are one message. It reaches devices up to `distance` further. What
+    `is_hidden` has computation beside it that does not need it.
+    """
+
+    direction: Direction
+    collective: Literal["permute", "all_to_all", "all_gather", "reduce_scatter"]
+    num_bytes: int
+    distance: int
+    times: int = 1
+    is_hidden: bool = False
+
+
+def messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
+    """Returns what each device sends in all branches."""
+    of_branches = [branch_messages(work, schedule, has_gradient) for schedule in schedules]
+    return sum(of_branches, exchange_messages(work, schedules, has_gradient))
+
+
+def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) -> list[Message]:
+    """Returns what each device sends in one branch, beside what is exchanged."""
+    of_strategy = _of_gather if schedule.is_gathered else _of_ring
+    return [message for message in of_strategy(work, schedule, has_gradient) if message.num_bytes]
+
+
+def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+    """What goes round or along: keys, and where they are the lighter side queries, with gradients."""
+    yield from _swaps(work, schedule, has_gradient, with_keys=True)
+    yield from _ways("forward", schedule, schedule.key_legs, schedule.keys, work.keys_row(schedule))
+    if has_gradient:
+        row = work.row_bytes(schedule)
+        do_queries = schedule.queries_travel
+        legs, side = (schedule.query_legs, schedule.queries) if do_queries else (schedule.key_legs, schedule.keys)
+        arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
+        yield from _ways("backward", schedule, legs, side, arrays)
+        yield from _ways("backward", schedule, legs, side, grad)
+
+
+def _ways(
+    direction: Direction, schedule: BranchSchedule, legs: Iterable[Leg], side: Side, row: int
+) -> Iterator[Message]:
+    of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
+    for leg in legs:
+        yield of_devices(row * side.num_slots * (leg.rotations > 0), schedule.exchange_size, leg.rotations)
+        yield of_devices(row * leg.halo_rows(side), schedule.exchange_size * abs(leg.halo_hops))
+
+
+def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+    """Keys that come at once, again for the gradient, and gradients that are summed where the keys are."""
+    yield from _swaps(work, schedule, has_gradient, with_keys=False)
+    size = schedule.gather_size
+    of_others = schedule.keys.num_slots * (size - 1)
+    directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
+    for direction in directions:
+        yield Message(direction, "all_gather", work.keys_row(schedule) * of_others, size * schedule.exchange_size)
+    if has_gradient:
+        keys_grad = work.row_bytes(schedule).keys_grad
+        yield Message("backward", "reduce_scatter", keys_grad * of_others, size * schedule.exchange_size)
+
+
+def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
+    """The halves that balanced shards give each other, and what returns."""
+    if not schedule.is_balanced:
+        return
+    heads, _ = work.heads_of(schedule)
+    result = work.itemsize if work.has_one_branch else work.sum_itemsize
+    is_added = not work.has_one_branch
+    has_lse = has_gradient or work.needs_lse or is_added or (work.has_order and schedule.exchange_size > 1)
+    swap = functools.partial(_swap, schedule)
+    # Documents, which are the same for queries and keys, are swapped once.
+    documents = work.documents(schedule)
+    keys = with_keys * (work.keys_row(schedule) - documents)
+    yield swap("forward", work.query_row(schedule) + keys)
+    yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
+    if has_gradient:
+        row = work.row_bytes(schedule)
+        of_keys = work.sum_itemsize if work.repeats_heads(schedule.exchange_size) else result
+        grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
+        yield swap("backward", row.queries - documents + keys)
+        yield swap("backward", grads // work.sum_itemsize)
+
+
+def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
+    distance = schedule.exchange_size * (schedule.ring_size - 1)
+    return Message(direction, "permute", row * (schedule.queries.num_slots // 2), distance)
+
+
+def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
+    """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
+    found: list[Message] = []
+    for group in exchanged_together(schedule for schedule in schedules if schedule.exchange_size > 1):
+        found += _of_exchange(work, group, has_gradient, is_final=len(group) == len(work.pattern.branches))
+    return [message for message in found if message.num_bytes]
+
+
+def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final: bool) -> Iterator[Message]:
+    size, one = schedules[0].exchange_size, schedules[0].of_devices()
+    tokens = one.queries.shard_length, one.keys.shard_length
+    queries, keys = (one.queries.chunk_rows, one.keys.chunk_rows) if schedules[0].exchanges_rows else tokens
+    heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
+    item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
+    is_rounded = len(schedules) == 1 and schedules[0].is_local and schedules[0].traits.rounds_gradients
+    are_keys_last = is_rounded or not work.repeats_heads(size)
+    result, grad = (item if is_final and is_last else sums for is_last in (True, are_keys_last))
+    has_lse = has_gradient or work.needs_lse or not is_final or work.has_order
+
+    def exchange(direction: Direction, of_query: int, of_key: int = 0) -> Message:
+        num_bytes = work.batch * (queries * heads * of_query + keys * kv_heads * of_key)
+        return Message(direction, "all_to_all", num_bytes // size * (size - 1), size)
+
+    yield exchange("forward", work.width * item, work.kv_bytes)
+    yield exchange("forward", work.value_width * result + has_lse * sums)
+    directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
+    for direction in directions:
+        yield Message(direction, "all_gather", work.batch * sum(tokens) * work.document_itemsize * (size - 1), size)
+    if has_gradient:
+        yield exchange("backward", work.width * item + work.residual_bytes(schedules), work.kv_bytes)
+        yield exchange("backward", work.width * result, kv_width * grad)

@@ -1,0 +1,111 @@
+"""How many pairs of queries and keys a device computes: those that it keeps, and all those of the tiles that meet."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ringjax._pattern.branch import spaced_tokens
+from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
+
+_MOST_SHARDS, _MOST_BLOCKS, _MOST_OFFSETS = 16, 1024, 16
+
+
+@functools.lru_cache(maxsize=1024)
+def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
+    """Returns how many pairs of a query head the busiest device keeps, on average over the offsets of heads.
+
+    Of very long shards a sample of evenly spaced tokens is counted and scaled up.
+    """
+    side = schedule.queries
+    if schedule.is_balanced:  # a triangle of all rows of the ring, in equal parts
+        rows = side.chunk_rows * schedule.ring_size
+        return rows * (rows + 1) // (2 * schedule.ring_size)
+    distinct, counts = np.unique(offsets, return_counts=True)
+    length = side.shard_length
+    local = spaced_tokens(length)
+    found = []
+    for shard in _extreme_shards(side):
+        token = side.first(shard) + local
+        token = token[token < side.stop]
+        count = lambda offset, token=token: schedule.branch.count(
+            token, 0, schedule.keys.length, offset, schedule.keys.length, schedule.is_causal
+        )
+        sums = [count(int(offset)).sum(dtype=np.int64) for offset in distinct]
+        found.append(np.average(sums, weights=counts) * length / max(1, len(local)))
+    return int(max(found))
+
+
+@functools.lru_cache(maxsize=1024)
+def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
+    """Returns how many pairs are in the tiles of a query head that meet on the busiest device.
+
+    A tile of queries meets a tile of keys if a key lies between the first and the last that a query sees, of any heads.
+    Documents, and what earlier branches of a union take, are left out of account. Halves that are swapped count whole.
+    """
+    queries, keys = schedule.queries, schedule.keys
+    slots = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
+    if schedule.is_balanced:
+        # Of the own halves two triangles and a whole one, of those of each other shard two whole ones.
+        blocks = queries.num_blocks // 2
+        tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
+        return tiles * slots * keys.block_rows
+    distinct = np.unique(offsets)
+    distinct = distinct[:: 1 + distinct.size // _MOST_OFFSETS]
+    shards = range(queries.num_shards) if queries.num_shards <= _MOST_SHARDS else _extreme_shards(queries)
+    return max(_tile_pairs_of(schedule, shard, distinct) for shard in shards) * slots
+
+
+def _extreme_shards(side: Side) -> set[int]:
+    """The shards that differ most: one of these is mostly the busiest."""
+    last = side.num_shards - 1
+    return {0, side.num_shards // 2, max(0, last - 1), last}
+
+
+def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: np.ndarray) -> int:
+    """The keys that the blocks of a chunk of queries meet, in whole blocks; of very many blocks a sample is counted."""
+    branch, side = schedule.branch, schedule.queries
+    sampled = np.arange(0, side.num_blocks, 1 + side.num_blocks // _MOST_BLOCKS)
+    first, last = _ends(side, np.array([shard]), sampled, offsets)
+    seen, up_to = branch.seen(first, schedule.is_causal)[0], branch.seen(last, schedule.is_causal)[1]
+    total = 0
+    for of_keys, shards in _keys_met(schedule, shard):
+        key_first, key_last = _ends(of_keys, shards, np.arange(of_keys.num_blocks), offsets)
+        met = np.searchsorted(key_first, up_to, "right") - np.searchsorted(key_last, seen)
+        total += int(met.clip(0).sum()) * of_keys.block_rows
+    return total * side.num_blocks // max(1, sampled.size)
+
+
+def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: np.ndarray) -> tuple[Any, Any]:
+    """Returns the first and the last token, of any head, of each block of the first chunks of shards, in order.
+
+    Blocks without a row are left out.
+    """
+    slot = blocks * side.block_rows
+    last_slot = np.minimum(slot + side.block_rows, side.chunk_rows) - 1
+    shard = np.sort(shards)[:, None]
+    stop = np.minimum(side.first(shard) + side.chunk_length, side.stop)
+    first, last = np.full((2, shard.size, blocks.size), -1)
+    for offset in offsets:
+        token, is_row = side.slot_token(shard, 0, slot, offset)  # [S, J]
+        first = np.where(is_row & ((first < 0) | (token < first)), token, first)
+        end = np.minimum(side.slot_token(shard, 0, last_slot, offset)[0], stop - 1)
+        last = np.where(is_row & (end > last), end, last)
+    return first[first >= 0], last[first >= 0]
+
+
+def _keys_met(schedule: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.ndarray]]:
+    """Yields the keys that meet a shard's queries, with the shards that they are of."""
+    if schedule.is_gathered:
+        size = schedule.gather_size
+        yield schedule.keys, shard // size * size + np.arange(size)
+        return
+    yield schedule.keys, np.array([shard])
+    for leg in schedule.key_legs:
+        hops = np.arange(1, leg.rotations + 1)
+        hops = hops[np.broadcast_to(schedule.is_new(shard, hops, leg.direction), hops.shape)]
+        yield schedule.keys, schedule.source(shard, hops, leg.direction)
+        if leg.halo and schedule.is_new(shard, leg.rotations + 1, leg.direction):
+            yield leg.of_halo(schedule.keys), np.array([schedule.source(shard, leg.rotations + 1, leg.direction)])
