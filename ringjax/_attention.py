@@ -2,24 +2,21 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from ringjax._call import Call
-from ringjax._kernels.implementation import ImplementationName
 from ringjax._kernels.interface import Request
 from ringjax._kernels.softmax import Weighting, accumulation_dtype
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement, find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh
-from ringjax._options import Documents, Options, check_options
+from ringjax._options import AllOptions, Options, needs_of, read_checked
 from ringjax._parallel.device import Context
 from ringjax._parallel.plan import Plan
 from ringjax._parallel.rule import naming_the_reference, ring_attention
@@ -29,14 +26,12 @@ from ringjax._pattern.arguments import (
     read_documents,
     read_seed,
 )
-from ringjax._pattern.branch import Branch
-from ringjax._pattern.other_names import OF_FUNCTION, naming_what_serves
-from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._pattern.option import taking
+from ringjax._pattern.other_names import OF_FUNCTION
 from ringjax._pattern.promotion import with_own_promotion
 from ringjax._pattern.reach_warning import warn_of_reach
 from ringjax._pattern.sinks import add_sinks, read_sinks
 from ringjax._recording import Record, record
-from ringjax._schedule.strategy import Strategy, read_strategy
 
 
 @overload
@@ -47,38 +42,13 @@ def ring_dilated_attention(
 def ring_dilated_attention(
     query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Unpack[Options]
 ) -> Array: ...
-@naming_what_serves(OF_FUNCTION)
 @with_own_promotion
+@taking(AllOptions, OF_FUNCTION, in_full=True)
 def ring_dilated_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
-    *,
-    pattern: DilatedPattern | Sequence[Branch] | None = None,
-    segment_lengths: Sequence[int] | None = None,
-    dilation_rates: Sequence[int] | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    offsets: Offsets = "interleaved",
-    merge: Merge = "lse",
-    heads: Heads = "all",
-    document_ids: Documents | None = None,
-    documents_are_sorted: bool | None = None,
-    query_offset: int | Integer[Array | np.ndarray, ""] = 0,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array | np.ndarray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: Any = None,
-    broadcast_dropout: bool = False,
-    precision: Any = None,
-    return_residual: bool = False,
-    strategy: Strategy = "ring",
-    exchange_size: int | None = None,
-    implementation: ImplementationName | None = None,
-    block_size: int | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    axis_name: str = "seq",
-    spec: PartitionSpec | None = None,
+    **options: Any,
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes exact dilated attention over a sequence that is sharded along a mesh axis, in O(T / p) memory.
 
@@ -96,62 +66,7 @@ def ring_dilated_attention(
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
       key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
       value: [..., S, K, V].
-      pattern: the branches, a sequence of :class:`Segments` and :class:`Window`, or a :class:`DilatedPattern`, which
-        also says `offsets`, `merge` and `heads`.
-      segment_lengths: instead of a pattern, the segment length of each branch, in tokens; any, dividing T or not.
-      dilation_rates: the dilation rate of each branch, at most its segment length.
-      is_causal: whether a query sees only keys whose position is not after its own: a token that changes, from one
-        finite value to another, changes no row before it.
-      scale: what the logits are multiplied with, a number, 0 or between 1e-18 and 1e18 in size; ``1 / sqrt(H)`` by
-        default.
-      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`DilatedPattern`.
-      merge: ``"lse"``, where a pair counts once for each branch that holds it, or ``"union"``, where it counts once.
-      heads: ``"all"``, where every head runs every branch, or ``"grouped"``, where each runs one.
-      document_ids: integers [..., T], or a pair of [..., T] and [..., S] for queries and keys. Where S is not T, it
-        must be a pair. Tokens attend only within their own document. Tokens with a negative number attend to nothing
-        and give zeros. Tiles whose documents do not meet are skipped. The numbers must fit 32 bits, which is checked
-        where they are known.
-      documents_are_sorted: whether the numbers of documents do not decrease along a sequence, and negative ones stand
-        only between documents or at the ends: then cuDNN's kernel serves packed documents, on GPUs where no other does.
-        Nobody looks at the numbers: a wrong True gives NaN where the kernel would be wrong.
-      query_offset: the position of the first query, not negative; that of the first key is 0. All positions are below
-        2**31 - 1. Each integer compiles a program of its own. A scalar integer array serves all offsets with one
-        program, in which every device receives keys of all others.
-      logits_soft_cap: the cap c of scaled logits, which are then ``c tanh(logits / c)``; none by default.
-      sinks: a logit for each query head, [N] or what broadcasts to [..., T, N]: it takes part in the softmax of the
-        head's rows and has no value (gpt-oss; zeros are "softmax off by one"). It is differentiated, neither scaled nor
-        capped nor dropped, and is part of the lse.
-      dropout_rate: the probability with which an attention weight is dropped, in [0, 1); kept weights are divided by
-        ``1 - dropout_rate``. Which weights are dropped depends only on the seed, the batch, the head and the positions
-        of query and key, not on the mesh. Where several branches hold a pair, all of them drop it or none does.
-      dropout_seed: an integer of 64 bits, an array of one, or a key of `jax.random`; asked for where weights are
-        dropped.
-      broadcast_dropout: whether all batches and heads drop the same weights.
-      precision: the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.
-      return_residual: whether to return the log-sum-exp of each row too, with its exact gradient.
-      strategy: a name for all branches, or a tuple with one for each. ``"ring"`` sends keys and values around, in
-        O(T / p) memory. ``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment length
-        / dilation rate) memory, but what neighbours alone see as in a ring. ``"all_to_all"`` gives each device all
-        tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv 2309.14509), with a ring between groups of
-        devices where heads do not suffice for all (USP, arXiv 2405.07719). ``"auto"``, for all branches, is what
-        :func:`plan` recommends for these devices. The results are the same.
-      exchange_size: the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u
-        divides the devices along the sequence and the query heads of a device; its key/value heads are a multiple or a
-        divisor of u. By default the smallest u after which nothing else travels, else the largest.
-      implementation: ``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or
-        ``"mosaic"``, kernels for TPUs and Hopper GPUs. By default each branch takes the fastest that can compute it on
-        these devices, but not the kernels for TPUs, which no TPU has run yet: they serve by name alone. cuDNN takes
-        bfloat16 and float16. It takes segments of rate 1; other segments whose rate divides them, and which divide, or
-        are divided by, what a device holds; and causal windows, with limits. The kernels for TPUs take bfloat16 and
-        float32. Those for Hopper GPUs take bfloat16 and float16, and heads that are at most 128 wide.
-      block_size: the most rows of queries, and of keys, whose logits are computed at once. By default it is chosen from
-        shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and less
-        work where a mask cuts them; larger ones run faster.
-      mesh: the mesh to run on.
-      axis_name: the mesh axis that the sequence is sharded along.
-      spec: how query lies on the mesh, such as ``P("data", "seq", "tensor")``; key and value lie likewise. By default
-        what the arrays' types say. Where the mesh has other Auto axes, ``"cudnn"`` and ``"mosaic"`` need it. Without a
-        mesh it means nothing.
+      **options: as follows.
 
     Returns:
       The output [..., T, N, V] in query's dtype. Where the mesh divides T, it is sharded along the sequence, even if
@@ -165,7 +80,7 @@ def ring_dilated_attention(
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an
         unknown strategy, an implementation that is unknown or cannot serve, a block size below 1, documents or sinks of
         another shape, a number out of its range, dropout without a seed, a `mesh` without `axis_name`, a `spec` with
-        axes that the mesh has not, an `exchange_size` that does not serve, or a length that is sharded over another
+        axes that the mesh has not, a number of devices that cannot exchange, or a length that is sharded over another
         axis.
       TypeError: for arguments of another dtype, and numbers that are not known when the call is traced.
       NotImplementedError: when differentiated twice.
@@ -176,57 +91,37 @@ def ring_dilated_attention(
       >>> out.shape
       (1, 16, 4, 8)
     """
-    pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
-    check_options(
-        is_causal=is_causal,
-        scale=scale,
-        query_offset=query_offset,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        return_residual=return_residual,
-        documents_are_sorted=documents_are_sorted,
-        strategy=strategy,
-        exchange_size=exchange_size,
-        implementation=implementation,
-        block_size=block_size,
-        mesh=mesh,
-        axis_name=axis_name,
-        spec=spec,
-    )
-    strategies = read_strategy(strategy, len(pattern.branches))
-    documents = read_documents(document_ids, query, key)
-    sinks = read_sinks(sinks, query)
-    seed = read_seed(dropout_seed, dropout_rate)
+    pattern, asked = read_checked(AllOptions, options)
+    documents = read_documents(asked.document_ids, query, key)
+    sinks = read_sinks(asked.sinks, query)
+    seed = read_seed(asked.dropout_seed, asked.dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
-    key, scale = _with_positive_scale(key, scale)
-    placement = find_placement(query, key, value, mesh, axis_name, spec)
-    placement.check_shards({"query": query, "key": key, "value": value}, query_offset)
-    warn_of_mesh(placement, (query, key, value), axis_name)
+    key, scale = _with_positive_scale(key, asked.scale)
+    placement = find_placement(query, key, value, asked.mesh, asked.axis_name, asked.spec)
+    placement.check_shards({"query": query, "key": key, "value": value}, asked.query_offset)
+    warn_of_mesh(placement, (query, key, value), asked.axis_name)
     warn_of_length(placement, query.shape[-3])
-    fixed_offset, moving_offset = _read_offset(query_offset)
+    fixed_offset, moving_offset = _read_offset(asked.query_offset)
     lengths = placement.length(query), placement.length(key)
-    check_positions(*lengths, 0 if isinstance(query_offset, Tracer) else int(query_offset))
-    warn_of_reach(pattern, lengths[0], key.shape[-2], bool(is_causal))
-    request = Request(
+    check_positions(*lengths, 0 if isinstance(asked.query_offset, Tracer) else int(asked.query_offset))
+    warn_of_reach(pattern, lengths[0], key.shape[-2], bool(asked.is_causal))
+    request = Request.of(
+        asked,
         query,
         key,
         value,
-        platform=placement.platform,
+        placement.platform,
         unmapped=placement.unmapped,
-        needs=_needs(document_ids, logits_soft_cap, dropout_rate, precision),
-        needs_lse=return_residual or sinks is not None,
+        needs=needs_of(asked),
+        needs_lse=asked.return_residual or sinks is not None,
         device_kind=placement.device_kind,
-        block_size=None if block_size is None else int(block_size),
-        precision=precision,
-        documents_are_sorted=bool(documents_are_sorted),
     )
     *batch, num_heads = placement.block(query)
-    call = Call(
+    call = Call.of(
+        asked,
         request,
-        pattern=pattern,
+        pattern,
         num_queries=lengths[0],
         num_keys=lengths[1],
         query_offset=fixed_offset,
@@ -235,21 +130,18 @@ def ring_dilated_attention(
         num_heads=num_heads,
         num_unmapped=placement.num_unmapped,
         document_itemsize=0 if documents[0] is None else documents[0].dtype.itemsize,
-        is_causal=bool(is_causal),
-        exchange_size=None if exchange_size is None else int(exchange_size),
-        implementation=implementation,
     )
-    record(Record(call, strategies, placement, find_mesh((query, key, value), mesh)[1]))
-    soft_cap = None if logits_soft_cap is None else float(logits_soft_cap)
-    weighting = Weighting(scale, soft_cap, float(dropout_rate), precision)
-    plan = _make_plan(call, strategies, placement, weighting, bool(broadcast_dropout))
+    record(Record(call, asked.strategy, placement, find_mesh((query, key, value), asked.mesh)[1]))
+    soft_cap = None if asked.logits_soft_cap is None else float(asked.logits_soft_cap)
+    weighting = Weighting(scale, soft_cap, float(asked.dropout_rate), asked.precision)
+    plan = _make_plan(call, asked.strategy, placement, weighting, bool(asked.broadcast_dropout))
     if 0 in query.shape[:-3]:
         out, lse = _nothing(query, key, value)
     else:
         context = Context(*documents, seed, moving_offset)
         with naming_the_reference():
-            out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(return_residual))
-    return (out, lse) if return_residual else out
+            out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(asked.return_residual))
+    return (out, lse) if asked.return_residual else out
 
 
 def _with_positive_scale(key: Array, scale: Any) -> tuple[Array, float]:
@@ -263,17 +155,6 @@ def _read_offset(query_offset: Any) -> tuple[int | None, Array | None]:
     if isinstance(query_offset, jax.Array | np.ndarray):
         return None, jnp.asarray(query_offset)
     return int(query_offset), None
-
-
-def _needs(document_ids: Any, logits_soft_cap: Any, dropout_rate: Any, precision: Any) -> tuple[str, ...]:
-    """Returns the arguments that ask for what few implementations serve."""
-    asked = {
-        "document_ids": document_ids is not None,
-        "logits_soft_cap": logits_soft_cap is not None,
-        "dropout_rate": dropout_rate > 0,
-        "precision": precision not in (None, "default", jax.lax.Precision.DEFAULT),
-    }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 def _make_plan(

@@ -1,41 +1,28 @@
 """The attention function for the slots of Flax's own modules, which refuses what it cannot honour."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 from jaxtyping import Array
 
 from ringjax._attention import ring_dilated_attention
-from ringjax._options import check_options
-from ringjax._pattern.branch import Branch
+from ringjax._options import FactoryOptions, read_checked
+from ringjax._pattern.option import taking
+from ringjax._pattern.options import IN_PATTERN
 from ringjax._pattern.other_names import OF_FUNCTION
-from ringjax._pattern.pattern import DilatedPattern, read_pattern
-from ringjax._schedule.strategy import read_strategy
-
-# What Flax passes with each call. The rest is the factory's, as Flax knows nothing of it.
-_OF_CALLS = {"query", "key", "value", "dropout_rate", "dropout_seed", "broadcast_dropout", "return_residual"}
-_OPTIONS = set(inspect.signature(ring_dilated_attention).parameters) - _OF_CALLS
+from ringjax._pattern.pattern import DilatedPattern
 
 
-def attention_fn(
-    *,
-    pattern: DilatedPattern | Sequence[Branch] | None = None,
-    segment_lengths: Sequence[int] | None = None,
-    dilation_rates: Sequence[int] | None = None,
-    is_causal: bool = False,
-    **options: Any,
-) -> Callable[..., Array]:
+@taking(FactoryOptions, OF_FUNCTION)
+def attention_fn(**options: Unpack[FactoryOptions]) -> Callable[..., Array]:
     """Returns a function that `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as `attention_fn`.
 
+    Dropout is what Flax's module says; under its default ``broadcast_dropout=True`` all batches and heads drop the
+    same weights. Calls may say `is_causal` too.
+
     Args:
-      pattern: the branches, see :func:`ring_dilated_attention`.
-      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
-      dilation_rates: the dilation rate of each branch.
-      is_causal: whether a query sees only keys whose position is not after its own; also where a call says so.
-      **options: other arguments of :func:`ring_dilated_attention`. Dropout is what Flax's module says, and under its
-        ``broadcast_dropout=True``, the default, all batches and heads drop the same weights.
+      **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
       A function of query [..., T, N, H], key [..., S, K, H] and value [..., S, K, V] that returns [..., T, N, V]. A
@@ -52,18 +39,9 @@ def attention_fn(
       >>> attention(jnp.ones((2, 16, 32))).shape
       (2, 16, 32)
     """
-    unknown = sorted(set(options) - _OPTIONS)
-    if unknown and unknown[0] in OF_FUNCTION:
-        raise TypeError(f"attention_fn has no option {unknown[0]!r}: {OF_FUNCTION[unknown[0]]}")
-    if unknown:
-        raise TypeError(f"attention_fn has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
-    choices = (
-        options.pop(name, usual) for name, usual in (("offsets", "interleaved"), ("merge", "lse"), ("heads", "all"))
-    )
-    pattern = read_pattern(pattern, segment_lengths, dilation_rates, *choices)
-    check_options(is_causal=is_causal, **options)
-    read_strategy(options.get("strategy", "ring"), len(pattern.branches))
-    return _Attend(pattern, is_causal, options)
+    pattern, _ = read_checked(FactoryOptions, options)
+    fixed: dict[str, Any] = {name: value for name, value in options.items() if name not in IN_PATTERN}
+    return _Attend(pattern, bool(fixed.pop("is_causal", False)), fixed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

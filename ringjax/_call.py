@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._kernels.interface import Request
@@ -46,8 +47,15 @@ class Call:
     num_unmapped: int
     document_itemsize: int
     is_causal: bool
-    exchange_size: int | None
-    implementation: str | None
+    exchange_size: int | None = None
+    implementation: str | None = None
+
+    @classmethod
+    def of(cls, asked: Any, request: Request, pattern: DilatedPattern, **sizes: Any) -> "Call":
+        """Returns the call of options that are read."""
+        size = None if asked.exchange_size is None else int(asked.exchange_size)
+        named = {"exchange_size": size, "implementation": asked.implementation}
+        return cls(request, pattern, is_causal=bool(asked.is_causal), **named, **sizes)
 
     @functools.cached_property
     def work(self) -> Work:
@@ -91,7 +99,7 @@ class Call:
 
             strategy = best_strategy(self)
         sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
-        make = lambda exchange_size: make_schedule(
+        make = lambda ulysses_size: make_schedule(
             self.pattern,
             self.num_queries,
             self.num_devices,
@@ -100,7 +108,7 @@ class Call:
             max_block_rows=self.max_block_rows,
             key_length=self.num_keys,
             query_offset=self.query_offset,
-            exchange_size=exchange_size,
+            ulysses_size=ulysses_size,
         )
         strategies = (strategy,) * len(self.pattern.branches) if isinstance(strategy, str) else strategy
         return choose_travelling_side(self.work, schedules_with(make, strategies, sizes, self.pattern.heads))
@@ -123,7 +131,7 @@ class Call:
         return [] if self.implementation is not None else obstacles(schedule, self._request_for(schedules))
 
     def _request_for(self, schedules: Schedules) -> Request:
-        are_heads_cut = self.work.head_parts > 1 or any(schedule.exchange_size > 1 for schedule in schedules)
+        are_heads_cut = self.work.head_parts > 1 or any(schedule.ulysses_size > 1 for schedule in schedules)
         if self.pattern.heads != "grouped" or not are_heads_cut:
             return self.request
         return self.request._replace(needs=(*self.request.needs, "heads='grouped' over several devices"))

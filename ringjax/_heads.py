@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,58 +17,53 @@ from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
 from ringjax._kernels.softmax import Weighting
-from ringjax._mesh.mesh import check_mesh
+from ringjax._mesh.mesh import check_spec
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
-from ringjax._options import check_options
+from ringjax._options import ModuleOptions, read_checked
 from ringjax._pattern.arguments import DTYPES
 from ringjax._pattern.counts import check_count, is_flag, is_integer, is_real, read_flag
+from ringjax._pattern.option import options_of
+from ringjax._pattern.options import IN_PATTERN
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.promotion import with_own_promotion
 from ringjax._pattern.rotary import rotary_embedding
-from ringjax._schedule.strategy import read_strategy
 
 # Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
 PositionEmbedding = Callable[[Array, Array, bool], Array]
-
-
-# The settings that are options of each call.
-OPTIONS = "is_causal", "logits_soft_cap", "dropout_rate", "broadcast_dropout", "documents_are_sorted", "precision"
-OPTIONS += "strategy", "exchange_size", "implementation", "mesh", "axis_name", "spec"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The attention of a module, all but its parameters; see :class:`ringjax.RingDilatedAttention`.
 
+    The `options` are those of its calls beside the pattern.
+
     Raises:
       ValueError: if the numbers do not divide, or the rotary embedding has no pairs to rotate.
     """
 
     pattern: DilatedPattern
+    options: Any  # by their names
     num_heads: int
     num_kv_heads: int
     qkv_features: int
-    is_causal: bool
     rope_theta: float | None
     position_embedding: PositionEmbedding | None
-    logits_soft_cap: float | None
-    dropout_rate: float
-    broadcast_dropout: bool
-    documents_are_sorted: bool | None
-    precision: Any
-    strategy: Any
-    exchange_size: Any
-    implementation: Any
-    mesh: Any
-    axis_name: str
-    spec: Any
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], *, num_heads: Any, num_kv_heads: Any, **others: Any) -> "Settings":
+        """Returns the settings of a module with these options."""
+        pattern, asked = read_checked(ModuleOptions, options)
+        fixed = FrozenDict({name: one for name, one in vars(asked).items() if name not in IN_PATTERN})
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        return cls(pattern, fixed, num_heads, num_kv_heads, **others)
 
     def __repr__(self) -> str:
-        usual = {"strategy": "ring", "axis_name": "seq"}
-        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)[4:]]
-        more = [f"{name}={value!r}" for name, value in fields if value and value != usual.get(name)]
-        return f"Settings({', '.join([repr(self.pattern), *more])})"
+        usual = {name: option.default for name, option in options_of(ModuleOptions).items()}
+        given = {name: one for name, one in self.options.items() if one != usual[name]}
+        given |= {name: getattr(self, name) for name in ("rope_theta", "position_embedding") if getattr(self, name)}
+        return f"Settings({', '.join([repr(self.pattern), *(f'{name}={one!r}' for name, one in given.items())])})"
 
     def __post_init__(self) -> None:
         num_heads, num_kv_heads, theta = self.num_heads, self.num_kv_heads, self.rope_theta
@@ -81,8 +77,6 @@ class Settings:
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
-        check_options(**{name: getattr(self, name) for name in OPTIONS})
-        object.__setattr__(self, "strategy", read_strategy(self.strategy, len(self.pattern.branches)))
         if theta is not None and not is_real(theta):
             raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
         if theta is not None and self.head_dim % 2:
@@ -99,7 +93,7 @@ class Settings:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        if isinstance(self.mesh, Mesh):
+        if isinstance(self.options["mesh"], Mesh):
             raise TypeError(
                 "a module with mesh= has devices, which no file can hold: enter jax.set_mesh instead of mesh="
             )
@@ -114,10 +108,15 @@ class Settings:
         Raises:
           ValueError: if the attention is not causal.
         """
-        if not self.is_causal:
+        if not self.options["is_causal"]:
             raise ValueError(
                 "decode=True continues a sequence, but with is_causal=False tokens see later ones: make it True"
             )
+
+    @property
+    def _mesh(self) -> tuple[Any, str, P | None]:
+        """The mesh, the axis of the sequence, and how heads lie."""
+        return self.options["mesh"], self.options["axis_name"], self.options["spec"]
 
     @property
     def head_dim(self) -> int:
@@ -137,7 +136,7 @@ class Settings:
     ) -> Float[Array, "*B T N H"]:
         """Computes attention of projected heads, in which their global positions are embedded."""
         query, key = self._embed(query, query_offset), self._embed(key, is_key=True)
-        options = {name: getattr(self, name) for name in OPTIONS}
+        options = dict(self.options)
         options |= {} if dropout_seed is not None else {"dropout_rate": 0.0}
         options |= {} if document_ids is not None else {"documents_are_sorted": None}
         out = ring_dilated_attention(
@@ -155,7 +154,7 @@ class Settings:
 
     def _embed(self, array: Float[Array, "*B T N H"], offset: Any = 0, is_key: bool = False) -> Array:
         """Embeds the positions of all tokens, the first at the offset."""
-        return self._embed_at(array, lambda: token_positions(array, self.mesh, self.axis_name) + offset, is_key)
+        return self._embed_at(array, lambda: token_positions(array, *self._mesh[:2]) + offset, is_key)
 
     def _embed_at(self, array: Float[Array, "*B T N H"], positions: Callable[[], Array], is_key: bool) -> Array:
         if self.rope_theta is not None:
@@ -177,10 +176,10 @@ class Settings:
         """
         self.check_causal()
         check_dtype("dtype", dtype)
-        spec = self.spec if spec is None else spec
-        check_mesh(self.mesh, self.axis_name, spec)
+        check_spec("spec", spec)
+        mesh, axis_name, own = self._mesh
         heads = jax.ShapeDtypeStruct((*batch, max_length, self.num_heads, self.head_dim), dtype)
-        return make_cache(self.pattern, heads, self.num_kv_heads, self.mesh, self.axis_name, spec)
+        return make_cache(self.pattern, heads, self.num_kv_heads, mesh, axis_name, own if spec is None else spec)
 
     @with_own_promotion
     def prefill(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
@@ -215,8 +214,9 @@ class Settings:
             raise ValueError(f"the inputs have the batch {batch}, and the cache {cached}: call init_cache with {batch}")
 
     def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
-        placement = find_placement(query, key, value, self.mesh, self.axis_name, self.spec)
-        weighting = Weighting(self.head_dim**-0.5, self.logits_soft_cap, precision=self.precision)
+        placement = find_placement(query, key, value, *self._mesh)
+        soft_cap, precision = self.options["logits_soft_cap"], self.options["precision"]
+        weighting = Weighting(self.head_dim**-0.5, soft_cap, precision=precision)
         return make_decoder(self.pattern, self.num_kv_heads, weighting, placement)
 
 

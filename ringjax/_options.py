@@ -1,94 +1,156 @@
-"""What a call of attention asks for beside its arguments: the types of its options, and their checks."""
+"""The options that say how attention is computed, and those of each function; see also `ringjax._pattern.options`."""
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
-import numpy as np
+from jax.lax import Precision
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Integer
 
-from ringjax._kernels.implementation import NAMES, ImplementationName
-from ringjax._mesh.mesh import check_mesh
-from ringjax._pattern.arguments import (
-    check_documents,
-    check_implementation,
-    check_numbers,
-    check_precision,
+from ringjax._kernels.implementation import ImplementationName, check_implementation
+from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, check_spec
+from ringjax._pattern.arguments import check_precision
+from ringjax._pattern.counts import check_optional_count, check_optional_flag
+from ringjax._pattern.option import Option, read_options
+from ringjax._pattern.options import (
+    DropoutOptions,
+    PatternOptions,
+    ResultOptions,
+    SeedOptions,
+    TokenOptions,
+    pattern_of,
 )
-from ringjax._pattern.branch import Branch
-from ringjax._pattern.counts import check_flags, check_optional_flags
-from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets
-from ringjax._pattern.sinks import check_sinks
-from ringjax._schedule.strategy import Strategy, check_exchange_size, check_strategy
-
-_Ids = Integer[Array | np.ndarray, "*B T"]
-Documents = _Ids | tuple[_Ids, Integer[Array | np.ndarray, "*B S"]]
+from ringjax._pattern.pattern import DilatedPattern
+from ringjax._schedule.strategy import Strategy, check_exchange, check_strategy, read_strategy
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of `ring_dilated_attention`, but the one that its result's type depends on."""
+class KernelOptions(TypedDict, total=False):
+    """What computes, and in which pieces."""
 
-    pattern: DilatedPattern | Sequence[Branch] | None
-    segment_lengths: Sequence[int] | None
-    dilation_rates: Sequence[int] | None
-    is_causal: bool
-    scale: float | None
-    offsets: Offsets
-    merge: Merge
-    heads: Heads
-    document_ids: Documents | None
-    documents_are_sorted: bool | None
-    query_offset: Any
-    logits_soft_cap: float | None
-    sinks: Array | np.ndarray | None
-    dropout_rate: float
-    dropout_seed: Any
-    broadcast_dropout: bool
-    precision: Any
-    strategy: Strategy
-    exchange_size: int | None
-    implementation: ImplementationName | None
-    block_size: int | None
-    mesh: Mesh | AbstractMesh | None
-    axis_name: str
-    spec: PartitionSpec | None
+    exchange_size: Annotated[
+        int | None,
+        Option(
+            None,
+            'the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u divides the '
+            "devices along the sequence and the query heads of a device; its key/value heads are a multiple or a "
+            "divisor of u. By default the smallest u after which nothing else travels, else the largest.",
+            check_optional_count,
+        ),
+    ]
+    implementation: Annotated[
+        ImplementationName | None,
+        Option(
+            None,
+            '``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or '
+            '``"mosaic"``, kernels for TPUs and Hopper GPUs. By default each branch takes the fastest that can compute '
+            "it on these devices, but not the kernels for TPUs, which no TPU has run yet: they serve by name alone. "
+            "cuDNN takes bfloat16 and float16. It takes segments of rate 1; other segments whose rate divides them, "
+            "and which divide, or are divided by, what a device holds; and causal windows, with limits. The kernels "
+            "for TPUs take bfloat16 and float32. Those for Hopper GPUs take bfloat16 and float16, and heads that are "
+            "at most 128 wide.",
+            check_implementation,
+        ),
+    ]
+    block_size: Annotated[
+        int | None,
+        Option(
+            None,
+            "the most rows of queries, and of keys, whose logits are computed at once. By default it is chosen from "
+            "shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and "
+            "less work where a mask cuts them; larger ones run faster.",
+            check_optional_count,
+        ),
+    ]
+    precision: Annotated[
+        Any,
+        Option(
+            None,
+            "the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.",
+            check_precision,
+        ),
+    ]
+    documents_are_sorted: Annotated[
+        bool | None,
+        Option(
+            None,
+            "whether the numbers of documents do not decrease along a sequence, and negative ones stand only between "
+            "documents or at the ends: then cuDNN's kernel serves packed documents, on GPUs where no other does. "
+            "Nobody looks at the numbers: a wrong True gives NaN where the kernel would be wrong.",
+            check_optional_flag,
+        ),
+    ]
 
 
-def check_options(
-    *,
-    is_causal: Any = False,
-    scale: Any = None,
-    document_ids: Any = None,
-    documents_are_sorted: Any = None,
-    query_offset: Any = 0,
-    logits_soft_cap: Any = None,
-    sinks: Any = None,
-    dropout_rate: Any = 0.0,
-    broadcast_dropout: Any = False,
-    precision: Any = None,
-    return_residual: Any = False,
-    strategy: Any = "ring",
-    exchange_size: Any = None,
-    implementation: Any = None,
-    block_size: Any = None,
-    mesh: Any = None,
-    axis_name: Any = "seq",
-    spec: Any = None,
-) -> None:
-    """Checks options, as far as no shape matters: when a module is made, and when attention is called.
+class StrategyOptions(TypedDict, total=False):
+    """How rows get to the devices whose queries see them."""
+
+    strategy: Annotated[
+        Strategy,
+        Option(
+            "ring",
+            'a name for all branches, or a tuple with one for each. ``"ring"`` sends keys and values around, in '
+            'O(T / p) memory. ``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment '
+            "length / dilation rate) memory, but what neighbours alone see as in a ring. "
+            '``"all_to_all"`` gives each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv '
+            "2309.14509), with a ring between groups of devices where heads do not suffice for all (USP, arXiv "
+            '2405.07719). ``"auto"``, for all branches, is what :func:`plan` recommends for these devices. The results '
+            "are the same.",
+            check_strategy,
+        ),
+    ]
+
+
+class MeshOptions(TypedDict, total=False):
+    """Where arrays lie."""
+
+    mesh: Annotated[Mesh | AbstractMesh | None, Option(None, "the mesh to run on.", check_mesh)]
+    axis_name: Annotated[str, Option("seq", "the mesh axis that the sequence is sharded along.", check_axis_name)]
+    spec: Annotated[
+        PartitionSpec | None,
+        Option(
+            None,
+            'how query lies on the mesh, such as ``P("data", "seq", "tensor")``; key and value lie likewise. By '
+            "default what the arrays' types say. Where the mesh has other Auto axes, "
+            '``"cudnn"`` and ``"mosaic"`` need it. Without a mesh it means nothing.',
+            check_spec,
+        ),
+    ]
+
+
+class ModuleOptions(PatternOptions, DropoutOptions, StrategyOptions, KernelOptions, MeshOptions, total=False):
+    """The options that a module has for all of its calls."""
+
+
+class FactoryOptions(PatternOptions, TokenOptions, StrategyOptions, KernelOptions, MeshOptions, total=False):
+    """The options of :func:`attention_fn`: Flax's modules say those of dropout themselves."""
+
+
+class Options(ModuleOptions, TokenOptions, SeedOptions, total=False):
+    """The options of :func:`ring_dilated_attention`, but the one that its result's type depends on."""
+
+
+class AllOptions(Options, ResultOptions, total=False):
+    """The options of :func:`ring_dilated_attention`."""
+
+
+def read_checked(table: Any, given: Any) -> tuple[DilatedPattern, Any]:
+    """Returns the pattern that options say, and all options as attributes.
 
     Raises:
       TypeError, ValueError: naming the option, its value and the remedy.
     """
-    check_numbers(scale, logits_soft_cap, dropout_rate, query_offset, block_size)
-    check_flags(is_causal=is_causal, broadcast_dropout=broadcast_dropout, return_residual=return_residual)
-    check_optional_flags(documents_are_sorted=documents_are_sorted)
-    check_strategy(strategy)
-    check_implementation(implementation, NAMES)
-    check_exchange_size(exchange_size, strategy)
-    check_precision(precision)
-    check_mesh(mesh, axis_name, spec)
-    if document_ids is not None:
-        check_documents(document_ids)
-    if sinks is not None:
-        check_sinks(sinks)
+    asked = read_options(table, given)
+    pattern = pattern_of(asked)
+    asked.strategy = read_strategy(asked.strategy, len(pattern.branches))
+    check_exchange(asked.exchange_size, asked.strategy)
+    check_has_axis(asked.mesh, asked.axis_name)
+    return pattern, asked
+
+
+def needs_of(asked: Any) -> tuple[str, ...]:
+    """Returns the options that ask for what few implementations serve."""
+    is_asked = {
+        "document_ids": getattr(asked, "document_ids", None) is not None,
+        "logits_soft_cap": asked.logits_soft_cap is not None,
+        "dropout_rate": getattr(asked, "dropout_rate", 0) > 0,
+        "precision": asked.precision not in (None, "default", Precision.DEFAULT),
+    }
+    return tuple(name for name, is_one in is_asked.items() if is_one)

@@ -6,7 +6,7 @@ N query heads, K key/value heads, G query heads of each; R rows of queries.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from ringjax._kernels.softmax import accumulation_dtype, divisor_of, shift_of
 from ringjax._mesh.sharded import take_whole
-from ringjax._pattern.arguments import check_arrays, check_numbers, check_positions, read_documents
-from ringjax._pattern.branch import Branch
-from ringjax._pattern.counts import check_flags
-from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._pattern.arguments import check_arrays, check_positions, read_documents
+from ringjax._pattern.option import read_options, taking
+from ringjax._pattern.options import WeightsOptions, pattern_of
+from ringjax._pattern.other_names import OF_FUNCTION
+from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.promotion import with_own_promotion
 from ringjax._pattern.sinks import read_sinks
 
@@ -35,24 +36,14 @@ class _Meaning(NamedTuple):
 
 
 @with_own_promotion
+@taking(WeightsOptions, OF_FUNCTION)
 def attention_weights(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     rows: Sequence[int] | Int[Array | np.ndarray, "R"],
     *,
-    pattern: DilatedPattern | Sequence[Branch] | None = None,
-    segment_lengths: Sequence[int] | None = None,
-    dilation_rates: Sequence[int] | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    offsets: Offsets = "interleaved",
-    merge: Merge = "lse",
-    heads: Heads = "all",
-    document_ids: Any = None,
-    query_offset: int = 0,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array | np.ndarray, "..."] | None = None,
     axis_name: str = "seq",
+    **options: Unpack[WeightsOptions],
 ) -> Float[Array, "*B N R S"]:
     """Returns the weights with which some rows of :func:`ring_dilated_attention` attend to all keys.
 
@@ -63,19 +54,8 @@ def attention_weights(
       query: [..., T, N, H], all queries; or the chunk of them that begins at `query_offset`.
       key: [..., S, K, H], all keys.
       rows: the numbers of R queries, from 0 to T - 1.
-      pattern: the branches; it and all below as :func:`ring_dilated_attention` takes them.
-      segment_lengths: the segment length of each branch, in tokens.
-      dilation_rates: the dilation rate of each branch.
-      is_causal: whether a query sees no later keys.
-      scale: what the logits are multiplied with; ``1 / sqrt(H)`` by default.
-      offsets: which tokens a head keeps.
-      merge: how often pairs of several branches count.
-      heads: which heads run a branch.
-      document_ids: integers [..., T], or a pair of [..., T] and [..., S].
-      query_offset: the position of the first query, known when the call is traced.
-      logits_soft_cap: the cap of scaled logits.
-      sinks: a logit for each query head, [N] or what broadcasts to [..., T, N].
       axis_name: the mesh axis that the sequence is sharded along, inside whose shard_map no whole sequence is seen.
+      **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
       [..., N, R, S] in float32 at least, before dropout. Those of a row sum to 1, or to less with a sink; those of a
@@ -92,19 +72,18 @@ def attention_weights(
       >>> attention_weights(q, k, [5], segment_lengths=(4,), dilation_rates=(1,), is_causal=True)[0, 0, 0].tolist()
       [0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
     """
-    pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
+    asked = read_options(WeightsOptions, options)
     check_arrays(query, key, key)
     if axis_name in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(f"attention_weights inside a shard_map over {axis_name!r} sees one shard: call it outside")
-    if isinstance(query_offset, Tracer):
+    if isinstance(asked.query_offset, Tracer):
         raise TypeError("query_offset is traced: attention_weights takes an integer, known when the call is traced")
-    check_numbers(scale, logits_soft_cap, 0.0, query_offset)
-    check_flags(is_causal=is_causal)
-    check_positions(query.shape[-3], key.shape[-3], int(query_offset))
-    documents, sinks = read_documents(document_ids, query, key), read_sinks(sinks, query)
+    offset = int(asked.query_offset)
+    check_positions(query.shape[-3], key.shape[-3], offset)
+    documents, sinks = read_documents(asked.document_ids, query, key), read_sinks(asked.sinks, query)
     rows = _read_rows(rows, query.shape[-3])
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    meaning = _Meaning(pattern, bool(is_causal), scale, int(query_offset), logits_soft_cap)
+    scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else float(asked.scale)
+    meaning = _Meaning(pattern_of(asked), bool(asked.is_causal), scale, offset, asked.logits_soft_cap)
     return _weigh(query, key, rows, documents, sinks, meaning)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import types
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._heads import (
-    OPTIONS,
     PositionEmbedding,
     Settings,
     check_decoding,
@@ -25,17 +24,25 @@ from ringjax._heads import (
     output_sharding,
     read_steps,
 )
-from ringjax._kernels.implementation import ImplementationName
-from ringjax._pattern.branch import Branch
+from ringjax._options import ModuleOptions
 from ringjax._pattern.counts import check_count, check_flags, is_integer, read_flag
+from ringjax._pattern.option import documented, options_of, types_of
 from ringjax._pattern.other_names import OF_LINEN, naming_what_serves
-from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
-from ringjax._schedule.strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
 
 
-class RingDilatedAttention(linen.Module):
+def _fields(namespace: dict[str, Any]) -> None:
+    defaults = {name: option.default for name, option in options_of(ModuleOptions).items()}
+    namespace |= {"__annotations__": types_of(ModuleOptions), "__module__": __name__, **defaults}
+
+
+# A module is a dataclass: its options are the fields of its base.
+_Options: Any = types.new_class("_Options", (linen.Module,), {"kw_only": True}, _fields)
+
+
+@documented(ModuleOptions)
+class RingDilatedAttention(_Options):
     """Multi-head attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
 
     Its parameters have the names and shapes of `linen.MultiHeadDotProductAttention` where `num_kv_heads` is None: with
@@ -48,13 +55,6 @@ class RingDilatedAttention(linen.Module):
       num_heads: the number of query heads N.
       qkv_features: the width of all query heads together; that of the inputs by default.
       out_features: the width of the outputs; that of the inputs by default.
-      pattern: the branches, see :func:`ring_dilated_attention`.
-      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
-      dilation_rates: the dilation rate of each branch.
-      is_causal: whether token t sees only tokens s <= t.
-      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`ringjax.DilatedPattern`.
-      merge: ``"lse"`` or ``"union"``, see :class:`ringjax.DilatedPattern`.
-      heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
@@ -66,18 +66,8 @@ class RingDilatedAttention(linen.Module):
         2210.06423), such as ``linen.LayerNorm`` or ``functools.partial(linen.LayerNorm, epsilon=1e-5)``; none by
         default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
-      logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
-      dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
-      broadcast_dropout: whether all batches and heads drop the same weights.
-      documents_are_sorted: whether calls number documents in their order, see :func:`ring_dilated_attention`.
       deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache.
-      strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
-      exchange_size: the number of devices that exchange in ``"all_to_all"`` and ``"auto"``; by default the
-        fewest after which nothing else travels, else the most that serve.
-      implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
-        :func:`ring_dilated_attention`.
-      precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       force_fp32_for_softmax: as Flax's module has it: the softmax is in float32 at least, whatever is said here.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
@@ -87,9 +77,7 @@ class RingDilatedAttention(linen.Module):
       bias_init: initialises the biases [N, H] of queries, keys and values.
       out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
       sinks_init: initialises the sinks [N].
-      mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
-      axis_name: the mesh axis that the sequence is sharded along.
-      spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
+      **options: as :func:`ring_dilated_attention` takes them.
 
     Raises:
       ValueError: for a wrong pattern, heads that do not divide, an odd head width with `rope_theta`, a dropout rate
@@ -107,29 +95,14 @@ class RingDilatedAttention(linen.Module):
     qkv_features: int | None = None
     out_features: int | None = None
     _: dataclasses.KW_ONLY
-    pattern: DilatedPattern | Sequence[Branch] | None = None
-    segment_lengths: Sequence[int] | None = None
-    dilation_rates: Sequence[int] | None = None
-    is_causal: bool = False
-    offsets: Offsets = "interleaved"
-    merge: Merge = "lse"
-    heads: Heads = "all"
     num_kv_heads: int | None = None
     rope_theta: float | None = None
     position_embedding: PositionEmbedding | None = None
     normalize_qk: bool = False
     inner_norm: Any = None
     sinks: bool = False
-    logits_soft_cap: float | None = None
-    dropout_rate: float = 0.0
-    broadcast_dropout: bool = False
-    documents_are_sorted: bool | None = None
     deterministic: bool | None = None
     decode: bool = False
-    strategy: Strategy = "ring"
-    exchange_size: int | None = None
-    implementation: ImplementationName | None = None
-    precision: Any = None
     force_fp32_for_softmax: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -139,15 +112,12 @@ class RingDilatedAttention(linen.Module):
     bias_init: Any = linen.initializers.zeros_init()
     out_bias_init: Any = None
     sinks_init: Any = linen.initializers.zeros_init()
-    mesh: Any = None
-    axis_name: str = "seq"
-    spec: Any = None
 
     def __post_init__(self) -> None:
         # Lists cannot be hashed, which modules must be to be static arguments of jax.jit.
-        for name in ("pattern", "segment_lengths", "dilation_rates", "strategy"):
-            values = getattr(self, name)
-            setattr(self, name, tuple(values) if isinstance(values, list) else values)
+        for name in options_of(ModuleOptions):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__()
         check_sinks(self.sinks)
         check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
@@ -267,14 +237,11 @@ class RingDilatedAttention(linen.Module):
 
 # No method: Flax tabulates what methods return as if that were arrays.
 def _settings_of(module: RingDilatedAttention, in_features: int) -> Settings:
-    return Settings(
-        pattern=read_pattern(
-            module.pattern, module.segment_lengths, module.dilation_rates, module.offsets, module.merge, module.heads
-        ),
+    return Settings.of(
+        {name: getattr(module, name) for name in options_of(ModuleOptions)},
         num_heads=module.num_heads,
-        num_kv_heads=module.num_heads if module.num_kv_heads is None else module.num_kv_heads,
+        num_kv_heads=module.num_kv_heads,
         qkv_features=in_features if module.qkv_features is None else module.qkv_features,
         rope_theta=module.rope_theta,
         position_embedding=module.position_embedding,
-        **{name: getattr(module, name) for name in OPTIONS},
     )

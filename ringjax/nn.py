@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,16 +23,15 @@ from ringjax._heads import (
     output_sharding,
     read_steps,
 )
-from ringjax._kernels.implementation import ImplementationName
-from ringjax._pattern.branch import Branch
+from ringjax._options import ModuleOptions
 from ringjax._pattern.counts import check_count, check_flags, read_flag
+from ringjax._pattern.option import documented, taking
 from ringjax._pattern.other_names import OF_MAKING, OF_NNX, naming_what_serves
-from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
-from ringjax._schedule.strategy import Strategy
 
 __all__ = ["RingDilatedAttention"]
 
 
+@documented(ModuleOptions)
 class RingDilatedAttention(nnx.Module):
     """Multi-head attention in a dilated pattern, over a sequence that is sharded along a mesh axis.
 
@@ -44,13 +43,6 @@ class RingDilatedAttention(nnx.Module):
       qkv_features: the width of all query heads together; `in_features` by default.
       out_features: the width of the outputs; `in_features` by default.
       in_kv_features: the width of the inputs of keys and values; `in_features` by default.
-      pattern: the branches, see :func:`ring_dilated_attention`.
-      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
-      dilation_rates: the dilation rate of each branch.
-      is_causal: whether token t sees only tokens s <= t.
-      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`ringjax.DilatedPattern`.
-      merge: ``"lse"`` or ``"union"``, see :class:`ringjax.DilatedPattern`.
-      heads: ``"all"`` or ``"grouped"``, see :class:`ringjax.DilatedPattern`.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
       position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
@@ -61,18 +53,8 @@ class RingDilatedAttention(nnx.Module):
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
         2210.06423), such as ``nnx.LayerNorm`` or ``functools.partial(nnx.LayerNorm, epsilon=1e-5)``; none by default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
-      logits_soft_cap: the cap of logits, see :func:`ring_dilated_attention`.
-      dropout_rate: the share of attention weights that are dropped, see :func:`ring_dilated_attention`.
-      broadcast_dropout: whether all batches and heads drop the same weights.
-      documents_are_sorted: whether calls number documents in their order, see :func:`ring_dilated_attention`.
       deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
-      strategy: ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"auto"``, see :func:`ring_dilated_attention`.
-      exchange_size: the number of devices that exchange in ``"all_to_all"`` and ``"auto"``; by default the
-        fewest after which nothing else travels, else the most that serve.
-      implementation: ``"xla"``, ``"cudnn"`` or ``"mosaic"``; by default the fastest that serves, see
-        :func:`ring_dilated_attention`.
-      precision: the precision of all products, as :func:`jax.numpy.einsum` takes it.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
@@ -82,11 +64,9 @@ class RingDilatedAttention(nnx.Module):
       bias_init: initialises the biases [N, H] of queries, keys and values.
       out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
       sinks_init: initialises the sinks [N].
-      mesh: the mesh to run on; by default as :func:`ringjax.ring_dilated_attention` finds it.
-      axis_name: the mesh axis that the sequence is sharded along.
-      spec: how the heads [..., T, N, H] lie on the mesh, see :func:`ring_dilated_attention`.
       rngs: the random streams that the parameters are drawn from, and, from its stream "dropout", the dropout.
       keep_rngs: whether the module keeps a stream for dropout; else calls must be given one.
+      **options: as :func:`ring_dilated_attention` takes them.
 
     Raises:
       ValueError: for a wrong pattern, heads that do not divide, an odd head width with `rope_theta`, a dropout rate
@@ -102,7 +82,7 @@ class RingDilatedAttention(nnx.Module):
       (2, 16, 32)
     """
 
-    @naming_what_serves(OF_MAKING)
+    @taking(ModuleOptions, OF_MAKING)
     def __init__(
         self,
         num_heads: int,
@@ -111,29 +91,14 @@ class RingDilatedAttention(nnx.Module):
         out_features: int | None = None,
         in_kv_features: int | None = None,
         *,
-        pattern: DilatedPattern | Sequence[Branch] | None = None,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        is_causal: bool = False,
-        offsets: Offsets = "interleaved",
-        merge: Merge = "lse",
-        heads: Heads = "all",
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
         position_embedding: PositionEmbedding | None = None,
         normalize_qk: bool = False,
         inner_norm: Callable[..., nnx.Module] | None = None,
         sinks: bool = False,
-        logits_soft_cap: float | None = None,
-        dropout_rate: float = 0.0,
-        broadcast_dropout: bool = False,
-        documents_are_sorted: bool | None = None,
         deterministic: bool | None = None,
         decode: bool = False,
-        strategy: Strategy = "ring",
-        exchange_size: int | None = None,
-        implementation: ImplementationName | None = None,
-        precision: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
@@ -142,11 +107,9 @@ class RingDilatedAttention(nnx.Module):
         bias_init: nnx.Initializer = initializers.zeros_init(),
         out_bias_init: nnx.Initializer | None = None,
         sinks_init: nnx.Initializer = initializers.zeros_init(),
-        mesh: Any = None,
-        axis_name: str = "seq",
-        spec: Any = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         if isinstance(position_embedding, nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
@@ -169,26 +132,15 @@ class RingDilatedAttention(nnx.Module):
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.dtype, self.param_dtype, self.use_bias, self.normalize_qk = dtype, param_dtype, use_bias, normalize_qk
-        self.settings = settings = Settings(
-            pattern=read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads),
+        self.settings = settings = Settings.of(
+            options,
             num_heads=num_heads,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            num_kv_heads=num_kv_heads,
             qkv_features=in_features if qkv_features is None else qkv_features,
-            is_causal=is_causal,
             rope_theta=rope_theta,
             position_embedding=position_embedding,
-            logits_soft_cap=logits_soft_cap,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            documents_are_sorted=documents_are_sorted,
-            precision=precision,
-            strategy=strategy,
-            exchange_size=exchange_size,
-            implementation=implementation,
-            mesh=mesh,
-            axis_name=axis_name,
-            spec=spec,
         )
+        precision = settings.options["precision"]
         self.deterministic = read_flag("deterministic", deterministic)
         self.decode = decode
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
@@ -226,7 +178,7 @@ class RingDilatedAttention(nnx.Module):
         self.sinks: nnx.Param[Any] | None = make_sinks() if sinks else nnx.data(None)
         types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.inner_norm: Any = nnx.data(None) if inner_norm is None else inner_norm(settings.qkv_features, **types)
-        self.rngs = rngs.dropout.fork() if dropout_rate > 0 and keep_rngs else nnx.data(None)
+        self.rngs = rngs.dropout.fork() if self.dropout_rate > 0 and keep_rngs else nnx.data(None)
 
     @property
     def num_heads(self) -> int:
@@ -251,12 +203,12 @@ class RingDilatedAttention(nnx.Module):
     @property
     def dropout_rate(self) -> float:
         """The share of attention weights that are dropped."""
-        return self.settings.dropout_rate
+        return self.settings.options["dropout_rate"]
 
     @property
     def is_causal(self) -> bool:
         """Whether queries see no later keys."""
-        return self.settings.is_causal
+        return self.settings.options["is_causal"]
 
     @naming_what_serves(OF_NNX)
     def __call__(
@@ -331,11 +283,11 @@ class RingDilatedAttention(nnx.Module):
 
     def _dropout_seed(self, deterministic: bool | None, rngs: Any) -> Any:
         deterministic = read_flag("deterministic", self.deterministic if deterministic is None else deterministic)
-        if not self.settings.dropout_rate:
+        if not self.dropout_rate:
             return None
         if deterministic is None:
             raise ValueError(
-                f"dropout_rate={self.settings.dropout_rate}, but deterministic=None: say to the module or to the call "
+                f"dropout_rate={self.dropout_rate}, but deterministic=None: say to the module or to the call "
                 "whether to drop nothing, with True or False"
             )
         if deterministic:

@@ -216,7 +216,7 @@ def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gr
 
     pattern = DilatedPattern([Segments(length)])
     schedule = functools.partial(make_schedule, pattern, length, count, kv_heads, is_causal=True)
-    branches = schedules_with(lambda size: schedule(exchange_size=size), "all_to_all", (1, 2, 4, 8), "all")
+    branches = schedules_with(lambda size: schedule(ulysses_size=size), ("all_to_all",), (1, 2, 4, 8), "all")
     traits = IMPLEMENTATIONS[implementation].traits
     branches = tuple(dataclasses.replace(one, implementation=implementation, traits=traits) for one in branches)
     work = Work(pattern, kv_heads, 1, heads, WIDTH, WIDTH, itemsize=2)

@@ -445,7 +445,7 @@ def test_the_slots_refuse_what_they_cannot_honour(unchecked):
     heads = jnp.ones((1, 4, 2, 3))
     with pytest.raises(ValueError, match="bias is given"):
         attend(heads, heads, heads, bias=jnp.zeros((1, 2, 4, 4)))
-    with pytest.raises(TypeError, match="attention_fn has no option 'rates': it takes axis_name"):
+    with pytest.raises(TypeError, match="attention_fn has no argument 'rates': it takes axis_name"):
         ringjax.attention_fn(**PATTERN, rates=(1,))
     with pytest.raises(ValueError, match="merge='sum' is unknown: use one of 'lse', 'union'"):
         ringjax.attention_fn(**PATTERN, merge="sum")

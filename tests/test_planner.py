@@ -81,7 +81,7 @@ def test_each_branch_its_own():
     pattern = [Window(4096), Segments(2**20, 8)]
     comparison = plan(pattern, num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=16, device="v5p")
     window, segments = comparison.best.implemented
-    assert (window.exchange_size, segments.exchange_size) == (1, 16)
+    assert (window.ulysses_size, segments.ulysses_size) == (1, 16)
     assert comparison.best.seconds < min(forecast.seconds for forecast in comparison.forecasts)
     assert comparison.best.strategy == ("ring", "all_to_all")
     assert "strategy=('ring', 'all_to_all')" in comparison.example
@@ -128,7 +128,7 @@ def test_figures_in_json():
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' is none that attention takes"),
         ({"implementation": "triton"}, "implementation='triton' is unknown: use one of 'cudnn', 'mosaic', 'xla'"),
         ({"is_causal": "no"}, "is_causal='no' must be True or False"),
-        ({"exchange_size": 2.0}, "exchange_size=2.0 must be an integer"),
+        ({"exchange_size": 2.0}, "exchange_size=2.0 must be a positive integer"),
         ({"mesh": "seq"}, "mesh='seq' must be a mesh, the size of each axis by its name, or that of 'seq'"),
         ({"device": 100}, "device=100 must be the name of a device, such as 'H100', or a file of figures"),
         ({"implementation": "cudnn", "device": "v5e"}, "implementation='cudnn' cannot serve: it runs on NVIDIA GPUs"),
@@ -186,7 +186,7 @@ def test_the_call_to_paste_says_what_was_compared():
     # Where segments lie inside of the groups that exchange, no ring goes between these.
     for length, size, of_rings in ((2**23, 4, 4), (2**21, 2, 1)):
         forecasts = plan([Segments(length)], **long, exchange_size=size).forecasts
-        assert {one.strategy: one.ring_exchange_size for one in forecasts}["all_to_all"] == of_rings
+        assert {one.strategy: one.ring_ulysses_size for one in forecasts}["all_to_all"] == of_rings
     beside = {"context": 8, "data": 2, "fsdp": 2, "tensor": 2}
     cut = plan([Segments(2**23)], **{**long, "mesh": beside}, batch_size=4)
     assert cut.example.endswith("axis_name='context', spec=jax.P(('data', 'fsdp'), 'context', 'tensor'))")
@@ -370,7 +370,7 @@ def test_auto_is_the_ring_on_unknown_devices():
         mesh = jax.make_mesh((8,), ("seq",)).abstract_mesh.update(abstract_device=device("gpu", kind))
         with recording() as records:
             jax.eval_shape(functools.partial(attend, mesh=mesh), *shapes)
-        return [one.exchange_size for one in records[0].call.schedules("auto")]
+        return [one.ulysses_size for one in records[0].call.schedules("auto")]
 
     assert strategies("NVIDIA H100") == [8]
     with pytest.warns(UserWarning, match="strategy='auto' takes \"ring\": the figures of 'NVIDIA L4' are not known"):

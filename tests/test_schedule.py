@@ -343,6 +343,6 @@ def test_what_neighbours_alone_see_is_not_gathered(branch, is_causal):
     """It goes to these, whatever the strategy; segments that fill devices are seen by all of their ring."""
     make = functools.partial(make_schedule, DilatedPattern([branch]), 8192, 8, 4, is_causal)
     (ring,) = make()
-    (gathered,) = schedules_with(lambda size: make(exchange_size=size), "all_gather", (1,), "all")
+    (gathered,) = schedules_with(lambda size: make(ulysses_size=size), ("all_gather",), (1,), "all")
     assert gathered.is_gathered == (branch == Segments(8192))
     assert gathered == (dataclasses.replace(ring, strategy="all_gather") if gathered.is_gathered else ring)

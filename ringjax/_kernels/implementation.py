@@ -1,7 +1,7 @@
 """Which implementation computes each branch: the one that is named, or the first of a preference that can."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from ringjax._kernels import cudnn
 from ringjax._kernels.fused import Fused
@@ -26,6 +26,17 @@ NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu_narrow", "mosaic_tpu", "mos
 NAME_OF = {own: name for name, several in NAMES.items() for own in several}
 # No device has run these yet: they serve by name alone.
 UNTRIED = frozenset({"mosaic_tpu_narrow", "mosaic_tpu"})
+
+
+def check_implementation(argument: str, name: Any) -> None:
+    """Checks what names an implementation, or None for the fastest.
+
+    Raises:
+      ValueError: naming the argument, its value and the remedy.
+    """
+    if not (name is None or (isinstance(name, str) and name in NAMES)):
+        known = ", ".join(map(repr, NAMES))
+        raise ValueError(f"{argument}={name!r} is unknown: use one of {known}, or None for the fastest")
 
 
 def preference(request: Request) -> tuple[str, ...]:

@@ -37,6 +37,20 @@ class Request(NamedTuple):
     precision: Any = None
     documents_are_sorted: bool = False
 
+    @classmethod
+    def of(cls, asked: Any, query: Any, key: Any, value: Any, platform: str, **others: Any) -> "Request":
+        """Returns the request of options that are read."""
+        return cls(
+            query,
+            key,
+            value,
+            platform,
+            block_size=None if asked.block_size is None else int(asked.block_size),
+            precision=asked.precision,
+            documents_are_sorted=bool(asked.documents_are_sorted),
+            **others,
+        )
+
     def obstacle_to_kernels(self) -> str | None:
         """Returns why no kernel can serve the request, None where one may."""
         dtypes = self.query.dtype, self.key.dtype, self.value.dtype

@@ -12,22 +12,46 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 
-def check_mesh(mesh: Any, axis_name: Any, spec: Any) -> None:
-    """Checks what says where a call runs, as far as its arrays do not matter.
+def check_mesh(name: str, mesh: Any) -> None:
+    """Checks the mesh that a call is given, or None for none.
 
     Raises:
-      TypeError, ValueError: naming the argument, its value and the remedy.
+      TypeError: naming the argument, its value and the remedy.
     """
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name={axis_name!r} must be the name of a mesh axis, such as 'seq'")
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh={mesh!r} must be a mesh, such as jax.make_mesh((8,), ('seq',)) returns")
+        raise TypeError(f"{name}={mesh!r} must be a mesh, such as jax.make_mesh((8,), ('seq',)) returns")
+
+
+def check_axis_name(name: str, axis: Any) -> None:
+    """Checks the name of an axis.
+
+    Raises:
+      TypeError: naming the argument, its value and the remedy.
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"{name}={axis!r} must be the name of a mesh axis, such as 'seq'")
+
+
+def check_spec(name: str, spec: Any) -> None:
+    """Checks what says how arrays lie, or None where their types say it.
+
+    Raises:
+      TypeError: naming the argument, its value and the remedy.
+    """
+    if spec is not None and not isinstance(spec, P):
+        raise TypeError(f"{name}={spec!r} must be a jax.sharding.PartitionSpec, such as P('data', 'seq', 'tensor')")
+
+
+def check_has_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> None:
+    """Checks that a mesh has the axis of the sequence.
+
+    Raises:
+      ValueError: naming the argument, its value and the remedy.
+    """
     if mesh is not None and axis_name not in mesh.axis_names:
         raise ValueError(
             f"mesh={mesh} has no axis axis_name={axis_name!r}: name one of {mesh.axis_names}, or leave mesh out"
         )
-    if spec is not None and not isinstance(spec, P):
-        raise TypeError(f"spec={spec!r} must be a jax.sharding.PartitionSpec, such as P('data', 'seq', 'tensor')")
 
 
 def find_mesh(

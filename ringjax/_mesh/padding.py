@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Integer, Shaped
 
 from ringjax._mesh.axes import reshard
-from ringjax._mesh.mesh import check_mesh, find_mesh
+from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, find_mesh
 from ringjax._pattern.arguments import read_ids
 from ringjax._pattern.counts import is_integer
 
@@ -54,7 +54,9 @@ def pad_to_mesh(
       >>> unpad(tokens, 13).shape
       (2, 13, 4)
     """
-    check_mesh(mesh, axis_name, None)
+    check_mesh("mesh", mesh)
+    check_axis_name("axis_name", axis_name)
+    check_has_axis(mesh, axis_name)
     if not getattr(tokens, "ndim", 0):
         raise TypeError(f"tokens={tokens!r} must be an array [..., T, D], or [..., T] with axis=-1")
     tokens = jnp.asarray(tokens)

@@ -144,7 +144,7 @@ def _enter(
         spread = jax.tree.map(exchange.spread_keys, keys)
         leaves, tree = jax.tree.flatten(after((queries, spread), (documents, earlier)))
         queries, keys = tree.unflatten(exchange.to_heads(leaves))
-    num_heads //= part.exchange_size
+    num_heads //= part.ulysses_size
     noise = part.noise(context.seed, batch_shape, num_heads)
     return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
 

@@ -28,7 +28,7 @@ class Plan:
 
     `schedules` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
     schedules for all other platforms. Branches of which the same tokens are exchanged are a part of the plan; in that,
-    `exchange_size` devices are a shard.
+    `ulysses_size` devices are a shard.
     """
 
     pattern: DilatedPattern
@@ -38,7 +38,7 @@ class Plan:
     placement: Placement
     broadcast_dropout: bool = False
     elsewhere: Schedules | None = None
-    exchange_size: int = 1
+    ulysses_size: int = 1
 
     def with_batch(self, axes: Axes) -> "Plan":
         """Returns the plan of all instances of a vmap: these axes cut one more batch dimension, before the others."""
@@ -55,7 +55,7 @@ class Plan:
     def parts(self) -> tuple["Plan", ...]:
         """The parts of the plan, each with the branches of which the same tokens are exchanged."""
         return tuple(
-            dataclasses.replace(self, schedules=group, exchange_size=group[0].exchange_size)
+            dataclasses.replace(self, schedules=group, ulysses_size=group[0].ulysses_size)
             for group in exchanged_together(self.schedules)
         )
 
@@ -67,26 +67,26 @@ class Plan:
         schedule = self.schedules[0]
         if not schedule.exchanges_rows:
             return None
-        device = dataclasses.replace(self, exchange_size=1)
+        device = dataclasses.replace(self, ulysses_size=1)
         rows = device.rows(schedule.of_devices())
         return rows.in_groups(num_heads // device.local_heads), rows
 
     @property
     def exchange(self) -> Exchange:
         """How devices make up shards."""
-        return Exchange(self.placement.axis_name, self.placement.num_shards, self.exchange_size)
+        return Exchange(self.placement.axis_name, self.placement.num_shards, self.ulysses_size)
 
     # Heads are cut over axes of the mesh first, then over the members of a shard.
 
     @property
     def _head_parts(self) -> HeadParts:
-        return HeadParts(self.num_kv_heads, jax.lax.axis_size(self.placement.heads) * self.exchange_size)
+        return HeadParts(self.num_kv_heads, jax.lax.axis_size(self.placement.heads) * self.ulysses_size)
 
     @property
     def _head_part(self) -> Any:
         """The number of this device's part of the heads."""
         axes = self.placement.heads
-        outer = jax.lax.axis_index(axes) * self.exchange_size if axes else 0
+        outer = jax.lax.axis_index(axes) * self.ulysses_size if axes else 0
         return outer + self.exchange.member
 
     @property

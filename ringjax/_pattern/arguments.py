@@ -54,50 +54,61 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def check_numbers(
-    scale: Any, logits_soft_cap: Any, dropout_rate: Any, query_offset: Any = 0, block_size: Any = None
-) -> None:
-    """Checks the numbers of a call.
+def check_scale(name: str, scale: Any) -> None:
+    """Checks what logits are multiplied with, or None for the default.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    reals = {"scale": scale, "logits_soft_cap": logits_soft_cap, "dropout_rate": dropout_rate}
-    for name, number in reals.items():
-        is_optional = name != "dropout_rate"
-        if not (is_real(number) or (number is None and is_optional)):
-            raise TypeError(f"{name}={number!r} must be a number, known when the call is traced")
+    _check_number(name, scale, is_optional=True)
     if scale and not _LEAST <= abs(scale) <= _MOST:
-        raise ValueError(f"scale={scale!r} must be 0, or between {_LEAST} and {_MOST}: float32 has no room for more")
-    if logits_soft_cap is not None and not _LEAST <= logits_soft_cap <= _MOST:
-        raise ValueError(
-            f"logits_soft_cap={logits_soft_cap!r} must be positive, such as 50.0, between {_LEAST} and {_MOST}: "
-            "leave it out for none"
-        )
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate={dropout_rate!r} must be in [0, 1): it is the share of weights to drop")
-    is_array = isinstance(query_offset, jax.Array | np.ndarray)
-    of_integers = jnp.issubdtype(query_offset.dtype, jnp.integer) if is_array else is_integer(query_offset)
-    if not of_integers or np.shape(query_offset) != ():
-        raise TypeError(f"query_offset={query_offset!r} must be an integer, or an array of one without dimensions")
-    if not isinstance(query_offset, Tracer) and int(query_offset) < 0:
-        raise ValueError(f"query_offset={query_offset} must not be negative: the first key is at 0, the queries after")
-    if block_size is not None and (not is_integer(block_size) or block_size < 1):
-        raise ValueError(f"block_size={block_size!r} must be a positive integer: leave it out for the default")
+        raise ValueError(f"{name}={scale!r} must be 0, or between {_LEAST} and {_MOST}: float32 has no room for more")
 
 
-def check_implementation(implementation: Any, implementations: Any) -> None:
-    """Checks what names an implementation.
+def check_soft_cap(name: str, cap: Any) -> None:
+    """Checks the cap of logits, or None for none.
 
     Raises:
-      ValueError: naming the argument, its value and the remedy.
+      TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if not (implementation is None or (isinstance(implementation, str) and implementation in implementations)):
-        known = ", ".join(map(repr, implementations))
-        raise ValueError(f"implementation={implementation!r} is unknown: use one of {known}, or None for the fastest")
+    _check_number(name, cap, is_optional=True)
+    if cap is not None and not _LEAST <= cap <= _MOST:
+        raise ValueError(
+            f"{name}={cap!r} must be positive, such as 50.0, between {_LEAST} and {_MOST}: leave it out for none"
+        )
 
 
-def check_precision(precision: Any) -> None:
+def check_dropout_rate(name: str, rate: Any) -> None:
+    """Checks the share of weights to drop.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    _check_number(name, rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}={rate!r} must be in [0, 1): it is the share of weights to drop")
+
+
+def _check_number(name: str, number: Any, is_optional: bool = False) -> None:
+    if not (is_real(number) or (number is None and is_optional)):
+        raise TypeError(f"{name}={number!r} must be a number, known when the call is traced")
+
+
+def check_offset(name: str, offset: Any) -> None:
+    """Checks the position of the first query.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    is_array = isinstance(offset, jax.Array | np.ndarray)
+    of_integers = jnp.issubdtype(offset.dtype, jnp.integer) if is_array else is_integer(offset)
+    if not of_integers or np.shape(offset) != ():
+        raise TypeError(f"{name}={offset!r} must be an integer, or an array of one without dimensions")
+    if not isinstance(offset, Tracer) and int(offset) < 0:
+        raise ValueError(f"{name}={offset} must not be negative: the first key is at 0, the queries after")
+
+
+def check_precision(name: str, precision: Any) -> None:
     """Checks that products can be of a precision.
 
     Raises:
@@ -111,7 +122,7 @@ def check_precision(precision: Any) -> None:
         jax.eval_shape(functools.partial(jnp.einsum, "ij,jk", precision=precision), array, array)
     except (TypeError, ValueError) as error:
         words = "is none that products can be of: pass 'default', 'high', 'highest', or a jax.lax.Precision"
-        raise ValueError(f"precision={precision!r} {words}") from error
+        raise ValueError(f"{name}={precision!r} {words}") from error
 
 
 def check_positions(length: int, key_length: int, query_offset: int) -> None:
@@ -137,7 +148,7 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
     """
     if document_ids is None:
         return None, None
-    named = check_documents(document_ids)
+    named = _named("document_ids", document_ids)
     if len(named) == 1 and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"document_ids is one array for {query.shape[-3]} queries and {key.shape[-3]} keys: "
@@ -148,19 +159,24 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
     return of_queries, of_keys[0] if of_keys else of_queries
 
 
-def check_documents(document_ids: Any) -> dict[str, Any]:
-    """Returns the one or two arrays of documents by name, after a check of their types.
+def check_documents(name: str, ids: Any) -> None:
+    """Checks the types of one or two arrays of documents, or None for none.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if not isinstance(document_ids, tuple | list):
-        return {"document_ids": _check_ids("document_ids", document_ids)}
-    if len(document_ids) != 2:
-        count = len(document_ids)
-        raise ValueError(f"document_ids has {count} entries: give one array, or two, of queries and of keys")
-    names = "document_ids[0]", "document_ids[1]"
-    return {name: _check_ids(name, ids) for name, ids in zip(names, document_ids, strict=True)}
+    if ids is not None:
+        for one, array in _named(name, ids).items():
+            _check_ids(one, array)
+
+
+def _named(name: str, ids: Any) -> dict[str, Any]:
+    """Returns the one or two arrays of documents by name."""
+    if not isinstance(ids, tuple | list):
+        return {name: ids}
+    if len(ids) != 2:
+        raise ValueError(f"{name} has {len(ids)} entries: give one array, or two, of queries and of keys")
+    return {f"{name}[{number}]": one for number, one in enumerate(ids)}
 
 
 def _check_ids(name: str, ids: Any) -> Any:

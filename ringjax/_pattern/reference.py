@@ -1,54 +1,40 @@
 """The reference: dense attention with log M added to the logits, written straight from the definition."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ringjax._pattern import dropout
-from ringjax._pattern.arguments import check_arrays, check_numbers, read_seed
-from ringjax._pattern.branch import Branch
-from ringjax._pattern.counts import check_flags
-from ringjax._pattern.other_names import OF_FUNCTION, naming_what_serves
-from ringjax._pattern.pattern import DilatedPattern, Heads, Merge, Offsets, read_pattern
+from ringjax._pattern.arguments import check_arrays, read_seed
+from ringjax._pattern.option import read_options, taking
+from ringjax._pattern.options import AllReferenceOptions, ReferenceOptions, pattern_of
+from ringjax._pattern.other_names import OF_FUNCTION
 from ringjax._pattern.promotion import with_own_promotion
 
 
 @overload
 def dilated_attention_reference(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Any
+    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Unpack[ReferenceOptions]
 ) -> tuple[Array, Array]: ...
 @overload
 def dilated_attention_reference(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[ReferenceOptions],
 ) -> Array: ...
-@naming_what_serves(OF_FUNCTION)
 @with_own_promotion
+@taking(AllReferenceOptions, OF_FUNCTION)
 def dilated_attention_reference(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
-    *,
-    pattern: DilatedPattern | Sequence[Branch] | None = None,
-    segment_lengths: Sequence[int] | None = None,
-    dilation_rates: Sequence[int] | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    offsets: Offsets = "interleaved",
-    merge: Merge = "lse",
-    heads: Heads = "all",
-    document_ids: Any = None,
-    query_offset: int = 0,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array | np.ndarray, "..."] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: Any = None,
-    broadcast_dropout: bool = False,
-    return_residual: bool = False,
+    **options: Any,
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes dilated attention densely, in O(T S) memory: the definition that everything else is held to.
 
@@ -61,23 +47,7 @@ def dilated_attention_reference(
       query: [..., T, N, H], a floating dtype.
       key: [..., S, K, H], where K divides N: query head h uses key/value head ``h // (N // K)``.
       value: [..., S, K, V].
-      pattern: the branches, a sequence of :class:`Segments` and :class:`Window`, or a :class:`DilatedPattern`.
-      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
-      dilation_rates: the dilation rate of each branch.
-      is_causal: whether a query sees only keys whose position is not after its own.
-      scale: what the logits are multiplied with; ``1 / sqrt(H)`` by default.
-      offsets: ``"interleaved"``, ``"blocked"`` or ``"branch"``, see :class:`DilatedPattern`.
-      merge: ``"lse"`` or ``"union"``, see :class:`DilatedPattern`.
-      heads: ``"all"`` or ``"grouped"``, see :class:`DilatedPattern`.
-      document_ids: integers [..., T], or a pair of [..., T] and [..., S]: only tokens of the same document attend to
-        each other, and those of negative numbers to nothing.
-      query_offset: the position of the first query; that of the first key is 0.
-      logits_soft_cap: the cap c of logits, which are then ``c tanh(logits / c)``; none by default.
-      sinks: one more logit of each row, [N] or what broadcasts to [..., T, N], which has no value.
-      dropout_rate: the probability with which a weight is dropped; kept weights are divided by ``1 - dropout_rate``.
-      dropout_seed: an integer, or a key of `jax.random`; all pairs of batch, head and positions draw independently.
-      broadcast_dropout: whether all batches and heads drop the same weights.
-      return_residual: whether to return the log-sum-exp of each row too.
+      **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
       The output [..., T, N, V] in query's dtype; with ``return_residual`` also the lse [..., T, N], in float32 at
@@ -93,31 +63,30 @@ def dilated_attention_reference(
       >>> dilated_attention_reference(q, k, v, segment_lengths=(3,), dilation_rates=(1,)).shape
       (1, 6, 2, 4)
     """
+    asked = read_options(AllReferenceOptions, options)
+    pattern, query_offset = pattern_of(asked), asked.query_offset
     if isinstance(query_offset, jax.Array):
         raise TypeError("query_offset is an array: the reference takes an integer, known when the call is traced")
-    pattern = read_pattern(pattern, segment_lengths, dilation_rates, offsets, merge, heads)
     check_arrays(query, key, value)
-    check_numbers(scale, logits_soft_cap, dropout_rate, query_offset)
-    check_flags(is_causal=is_causal, broadcast_dropout=broadcast_dropout, return_residual=return_residual)
     (*batch, length, num_heads, head_dim), (key_length, num_kv_heads) = query.shape, key.shape[-3:-1]
     groups = num_heads // num_kv_heads
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    scale = 1 / math.sqrt(head_dim) if asked.scale is None else asked.scale
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
 
-    multiplicity = jnp.asarray(pattern.multiplicity(length, num_kv_heads, is_causal, key_length, query_offset))
+    multiplicity = jnp.asarray(pattern.multiplicity(length, num_kv_heads, asked.is_causal, key_length, query_offset))
     multiplicity = jnp.repeat(multiplicity, groups, axis=0)  # [N, T, S]
-    if document_ids is not None:
-        multiplicity = jnp.where(_share_document(document_ids), multiplicity, 0)  # [..., N, T, S]
+    if asked.document_ids is not None:
+        multiplicity = jnp.where(_share_document(asked.document_ids), multiplicity, 0)  # [..., N, T, S]
     key = jnp.repeat(key, groups, axis=-2).astype(dtype)  # [..., S, N, H]
     value = jnp.repeat(value, groups, axis=-2).astype(dtype)  # [..., S, N, V]
 
     logits = scale * jnp.einsum("...tnh,...snh->...nts", query.astype(dtype), key)
-    if logits_soft_cap is not None:
-        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    if asked.logits_soft_cap is not None:
+        logits = asked.logits_soft_cap * jnp.tanh(logits / asked.logits_soft_cap)
     logits = jnp.where(multiplicity > 0, logits + jnp.log(jnp.maximum(multiplicity, 1)).astype(dtype), -jnp.inf)
     covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
-    if sinks is not None:
-        sink = jnp.moveaxis(jnp.broadcast_to(jnp.asarray(sinks, dtype), query.shape[:-1]), -1, -2)  # [..., N, T]
+    if asked.sinks is not None:
+        sink = jnp.moveaxis(jnp.broadcast_to(jnp.asarray(asked.sinks, dtype), query.shape[:-1]), -1, -2)  # [..., N, T]
         logits = jnp.concatenate([logits, sink[..., None]], axis=-1)  # [..., N, T, S + 1]
         covered |= sink != -jnp.inf
     # Rows without a logit would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
@@ -125,17 +94,17 @@ def dilated_attention_reference(
     lse = jax.nn.logsumexp(logits, axis=-1)  # [..., N, T]
     # Divided by their own sum: exp(logits - lse) would be off by the rounding of a large lse.
     weights = jnp.where(multiplicity > 0, jax.nn.softmax(logits, axis=-1)[..., :key_length], 0)  # [..., N, T, S]
-    if dropout_rate > 0:
-        batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not broadcast_dropout)
-        head_number = jnp.arange(num_heads)[:, None, None] * (not broadcast_dropout)
-        seed: Any = read_seed(dropout_seed, dropout_rate)
+    if asked.dropout_rate > 0:
+        batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not asked.broadcast_dropout)
+        head_number = jnp.arange(num_heads)[:, None, None] * (not asked.broadcast_dropout)
+        seed: Any = read_seed(asked.dropout_seed, asked.dropout_rate)
         position = query_offset + jnp.arange(length)[:, None]
         start, step = dropout.make_stream(seed, batch_number, head_number, position)  # [..., N, T, 1]
-        is_kept = dropout.is_kept(start, step, jnp.arange(key_length), dropout_rate)  # [..., N, T, S]
-        weights = jnp.where(is_kept, weights / (1 - dropout_rate), 0)
+        is_kept = dropout.is_kept(start, step, jnp.arange(key_length), asked.dropout_rate)  # [..., N, T, S]
+        weights = jnp.where(is_kept, weights / (1 - asked.dropout_rate), 0)
     out = jnp.einsum("...nts,...snv->...tnv", weights, value).astype(query.dtype)
     lse = jnp.moveaxis(jnp.where(covered, lse, -jnp.inf), -1, -2)  # [..., T, N]
-    return (out, lse) if return_residual else out
+    return (out, lse) if asked.return_residual else out
 
 
 def _share_document(document_ids: Any) -> Bool[Array, "*B 1 T S"]:

@@ -29,15 +29,15 @@ def add_sinks(
     return (out * share[..., None]).astype(out.dtype), jnp.where(is_empty, -difference, total)
 
 
-def check_sinks(sinks: Any) -> None:
-    """Checks that sinks are an array of floats.
+def check_sinks(name: str, sinks: Any) -> None:
+    """Checks that sinks are an array of floats, or None for none.
 
     Raises:
       TypeError: naming the argument, its type and the remedy.
     """
     dtype = getattr(sinks, "dtype", type(sinks).__name__)
-    if not hasattr(sinks, "dtype") or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"sinks is of {dtype}: pass an array of floats, one logit for each query head")
+    if sinks is not None and not (hasattr(sinks, "dtype") and jnp.issubdtype(dtype, jnp.floating)):
+        raise TypeError(f"{name} is of {dtype}: pass an array of floats, one logit for each query head")
 
 
 def read_sinks(sinks: Any, query: Any) -> Array | None:
@@ -48,7 +48,7 @@ def read_sinks(sinks: Any, query: Any) -> Array | None:
     """
     if sinks is None:
         return None
-    check_sinks(sinks)
+    check_sinks("sinks", sinks)
     rows = query.shape[:-1]
     pairs = zip(sinks.shape[::-1], rows[::-1], strict=False)
     if sinks.ndim > len(rows) or any(size not in (1, expected) for size, expected in pairs):

@@ -22,16 +22,16 @@ def make_schedule(
     max_block_rows: int = MAX_BLOCK_ROWS,
     key_length: int | None = None,
     query_offset: int | None = 0,
-    exchange_size: int = 1,
+    ulysses_size: int = 1,
 ) -> Schedules:
     """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
 
     There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
-    where it is known only when the program runs. Of the devices, `exchange_size` make up a shard.
+    where it is known only when the program runs. Of the devices, `ulysses_size` make up a shard.
     """
     key_length = length if key_length is None else key_length
-    num_shards = num_devices // exchange_size
-    shard_length, key_shard_length = (exchange_size * -(-tokens // num_devices) for tokens in (length, key_length))
+    num_shards = num_devices // ulysses_size
+    shard_length, key_shard_length = (ulysses_size * -(-tokens // num_devices) for tokens in (length, key_length))
     is_moving = query_offset is None
     if query_offset is None:  # as far as the last position: what holds there holds everywhere
         query_offset = MAX_POSITIONS - num_shards * shard_length
@@ -56,7 +56,7 @@ def make_schedule(
                 is_causal=is_causal,
                 is_general=is_general,
                 earlier=earlier,
-                exchange_size=exchange_size,
+                ulysses_size=ulysses_size,
             )
         )
 

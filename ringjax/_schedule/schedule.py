@@ -60,7 +60,7 @@ class BranchSchedule:
     then all shards form one ring.
 
     In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
-    `exchange_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
+    `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
     exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them,
     and its `traits` how. Where `queries_travel`, the backward sends queries on their ways, not keys.
     Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
@@ -77,7 +77,7 @@ class BranchSchedule:
     is_causal: bool = False
     is_general: bool = False
     earlier: tuple[tuple[int, Branch], ...] = ()
-    exchange_size: int = 1
+    ulysses_size: int = 1
     exchanges_rows: bool = False
     queries_travel: bool = False
     sorts_halves: bool = True
@@ -112,8 +112,8 @@ class BranchSchedule:
 
     def of_devices(self) -> "BranchSchedule":
         """Returns the schedule in which each device is a shard of its own: as rows lie before they are exchanged."""
-        queries, keys = self.queries.of_devices(self.exchange_size), self.keys.of_devices(self.exchange_size)
-        return dataclasses.replace(self, queries=queries, keys=keys, exchange_size=1, exchanges_rows=False)
+        queries, keys = self.queries.of_devices(self.ulysses_size), self.keys.of_devices(self.ulysses_size)
+        return dataclasses.replace(self, queries=queries, keys=keys, ulysses_size=1, exchanges_rows=False)
 
     @property
     def can_exchange_rows(self) -> bool:
@@ -253,7 +253,7 @@ def exchanged_together(schedules: Iterable[BranchSchedule]) -> list[Schedules]:
     groups: dict[tuple[int, int | None], list[BranchSchedule]] = {}
     for schedule in schedules:
         rows_of = schedule.number if schedule.exchanges_rows else None
-        groups.setdefault((schedule.exchange_size, rows_of), []).append(schedule)
+        groups.setdefault((schedule.ulysses_size, rows_of), []).append(schedule)
     return [tuple(group) for group in groups.values()]
 
 

@@ -212,9 +212,9 @@ class Side:
         num_groups = _greatest_divisor(self.num_chunks, max(1, self.num_chunks * self.chunk_length // least_tokens))
         return dataclasses.replace(self, of_tile=self.num_chunks // num_groups)
 
-    def of_devices(self, exchange_size: int) -> "Side":
+    def of_devices(self, ulysses_size: int) -> "Side":
         """Returns the side on which each of the devices of a shard has one, whole."""
-        length, count = self.shard_length // exchange_size, self.num_shards * exchange_size
+        length, count = self.shard_length // ulysses_size, self.num_shards * ulysses_size
         return dataclasses.replace(
             self, shard_length=length, span=length, num_shards=count, chunks="whole", halves=1, of_tile=None
         )

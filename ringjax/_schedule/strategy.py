@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from ringjax._pattern.counts import check_count, is_integer
 from ringjax._schedule.schedule import Schedules
 
 StrategyName = Literal["ring", "all_gather", "all_to_all"]
@@ -23,7 +22,7 @@ def exchange_sizes(num_devices: int, num_heads: int, num_kv_heads: int) -> tuple
     return tuple(size for size in range(1, num_devices + 1) if num_devices % size == 0 and serves(size))
 
 
-def check_strategy(strategy: Any) -> None:
+def check_strategy(argument: str, strategy: Any) -> None:
     """Checks what says how rows meet: a name, or a sequence with one for each branch.
 
     Raises:
@@ -33,11 +32,11 @@ def check_strategy(strategy: Any) -> None:
         return
     if not isinstance(strategy, tuple | list):
         known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"strategy={strategy!r} is unknown: use one of {known}, or a tuple of one for each branch")
+        raise ValueError(f"{argument}={strategy!r} is unknown: use one of {known}, or a tuple of one for each branch")
     for name in strategy:
         if name not in OF_BRANCHES:
             known = ", ".join(map(repr, OF_BRANCHES))
-            raise ValueError(f"strategy={strategy!r} has {name!r}: use one of {known} for each branch")
+            raise ValueError(f"{argument}={strategy!r} has {name!r}: use one of {known} for each branch")
 
 
 def read_strategy(strategy: Any, num_branches: int) -> str | tuple[str, ...]:
@@ -55,22 +54,18 @@ def read_strategy(strategy: Any, num_branches: int) -> str | tuple[str, ...]:
     return tuple(strategy)
 
 
-def check_exchange_size(exchange_size: Any, strategy: Any) -> None:
-    """Checks what says how many devices exchange, as far as devices and heads do not matter.
+def check_exchange(exchange_size: Any, strategy: str | tuple[str, ...]) -> None:
+    """Checks that something is exchanged where it is said how many devices do so.
 
     Raises:
-      TypeError, ValueError: naming the argument, its value and the remedy.
+      ValueError: naming the argument, its value and the remedy.
     """
-    if exchange_size is None:
-        return
-    if not {"all_to_all", "auto"} & {*([strategy] if isinstance(strategy, str) else strategy)}:
+    names = (strategy,) if isinstance(strategy, str) else strategy
+    if exchange_size is not None and not {"all_to_all", "auto"} & {*names}:
         raise ValueError(
             f"exchange_size={exchange_size!r} is given, but strategy={strategy!r} exchanges nothing: leave it out, or "
             'use strategy="all_to_all"'
         )
-    if not is_integer(exchange_size):
-        raise TypeError(f"exchange_size={exchange_size!r} must be an integer: it counts devices")
-    check_count("exchange_size", exchange_size)
 
 
 def read_exchange_sizes(

@@ -66,19 +66,19 @@ class Work:
         """Whether nothing is added to the results of a branch."""
         return len(self.pattern.branches) == 1
 
-    def local_heads(self, exchange_size: int) -> int:
+    def local_heads(self, ulysses_size: int) -> int:
         """Returns the key/value heads that the queries of a device use."""
-        return self._parts(exchange_size).size
+        return self._parts(ulysses_size).size
 
-    def repeats_heads(self, exchange_size: int) -> bool:
+    def repeats_heads(self, ulysses_size: int) -> bool:
         """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
-        return exchange_size * self.local_heads(exchange_size) != self.local_heads(1)
+        return ulysses_size * self.local_heads(ulysses_size) != self.local_heads(1)
 
     def heads_of(self, schedule: BranchSchedule) -> tuple[int, int]:
         """Returns the query heads, and key/value heads, of a branch on a device that has the most of them."""
-        parts = self._parts(schedule.exchange_size)
+        parts = self._parts(schedule.ulysses_size)
         most = max(parts.members(self._numbers(schedule)))
-        return self.num_heads // schedule.exchange_size // parts.size * most, most
+        return self.num_heads // schedule.ulysses_size // parts.size * most, most
 
     def num_classes(self, schedule: BranchSchedule) -> int:
         """Returns how many classes of heads there are, whose rows are not the same."""
@@ -94,8 +94,8 @@ class Work:
         """The offsets of the heads of a branch in another branch."""
         return self.pattern.offset(np.asarray(self._numbers(schedule)), other, number, self.num_kv_heads)
 
-    def _parts(self, exchange_size: int) -> HeadParts:
-        return HeadParts(self.num_kv_heads, self.head_parts * exchange_size)
+    def _parts(self, ulysses_size: int) -> HeadParts:
+        return HeadParts(self.num_kv_heads, self.head_parts * ulysses_size)
 
     def _numbers(self, schedule: BranchSchedule) -> range:
         return self.pattern.heads_of(schedule.number, self.num_kv_heads)

@@ -182,7 +182,6 @@ def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bo
         num_unmapped=1,
         document_itemsize=4 * program.has_documents,
         is_causal=True,
-        exchange_size=None,
         implementation=implementation,
     )
     return call.obstacle(call.schedules(program.strategy or "ring")) is None

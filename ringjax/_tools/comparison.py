@@ -50,7 +50,7 @@ class Comparison:
         hops = sum(leg.hops for leg in legs)
         return {
             "strategy": one.strategy,
-            "exchange_size": max(schedule.exchange_size for schedule in one.implemented),
+            "exchange_size": max(schedule.ulysses_size for schedule in one.implemented),
             "hops": hops,
             "messages": sum(message.times for message in one.messages),
             "bytes_forward": one.num_bytes("forward"),
@@ -103,7 +103,7 @@ class Comparison:
 
     def _which_mesh(self) -> str:
         """How to lay out a mesh for rings between groups, in a sentence; nothing where any mesh serves."""
-        size = self.best.ring_exchange_size
+        size = self.best.ring_ulysses_size
         if not self.machine.is_grid or size == 1:
             return ""
         return (
@@ -163,10 +163,7 @@ class Comparison:
         chosen = {name: getattr(call.pattern, name) for name in ("offsets", "merge", "heads")}
         choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
         options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
-        if call.exchange_size is not None and "all_to_all" in self.best.strategy:
-            options.append(f"exchange_size={call.exchange_size}")
-        if call.implementation is not None:
-            options.append(f"implementation={call.implementation!r}")
+        options += [f"{name}={value!r}" for name, value in options_with(call, self.best.strategy).items()]
         if self.axis_name != "seq":
             options.append(f"axis_name={self.axis_name!r}")
         if self.spec:
@@ -252,6 +249,13 @@ def compare(
     """Returns the strategies of a call beside each other."""
     forecasts = tuple(all_forecasts(call, machine, has_gradient))
     return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name, spec)
+
+
+def options_with(call: Call, strategy: str | tuple[str, ...]) -> dict[str, Any]:
+    """Returns the options of a call beside its strategy, those that are not the default."""
+    exchanges = "all_to_all" in strategy
+    options = {"exchange_size": call.exchange_size if exchanges else None, "implementation": call.implementation}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def wrap(text: str) -> str:

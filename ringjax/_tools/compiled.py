@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ringjax._attention import ring_dilated_attention
 from ringjax._mesh.device_order import make_mesh
 from ringjax._mesh.mesh import lowered_platform
-from ringjax._tools.comparison import Comparison, mebibytes
+from ringjax._tools.comparison import Comparison, mebibytes, options_with
 from ringjax._tools.forecast import Forecast
 from ringjax._tools.hlo import bytes_sent
 
@@ -69,7 +69,7 @@ def find_devices(comparison: Comparison, target: str | None = None) -> list[Any]
 def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) -> Compiled:
     """Returns what a compiler makes of a strategy, for the devices of its comparison."""
     call, work = comparison.call, comparison.call.work
-    size = one.ring_exchange_size
+    size = one.ring_ulysses_size
     mesh = make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices, exchange_size=size)
     sharding = NamedSharding(mesh, P(None, "seq"))
     length = -(-call.num_queries // len(devices)) * len(devices)
@@ -82,9 +82,8 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
         "pattern": call.pattern,
         "is_causal": call.is_causal,
         "strategy": one.strategy,
-        "exchange_size": call.exchange_size if "all_to_all" in one.strategy else None,
-        "implementation": call.implementation,
         "mesh": mesh,
+        **options_with(call, one.strategy),
     }
     needs, documents = call.request.needs, None
     if "document_ids" in needs:

@@ -71,9 +71,9 @@ class Forecast:
         return self.forward.total + self.backward.total
 
     @property
-    def ring_exchange_size(self) -> int:
+    def ring_ulysses_size(self) -> int:
         """How many devices exchange tokens for heads, where a ring goes between such groups; 1 where none does."""
-        return max((one.exchange_size for one in self.implemented if not one.is_local), default=1)
+        return max((one.ulysses_size for one in self.implemented if not one.is_local), default=1)
 
     def num_bytes(self, direction: Direction) -> int:
         """Returns the bytes that a device sends in one direction."""
@@ -222,7 +222,7 @@ def _bytes_moved(work: Work, schedule: BranchSchedule, num_meetings: int, direct
     # What is gathered is written before it is read.
     gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
     queries, keys = schedule.queries.num_slots, schedule.keys.num_slots * gathered
-    tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.exchange_size * work.sum_itemsize
+    tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.ulysses_size * work.sum_itemsize
     if direction == "forward":
         sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize
         moved = num_meetings * (queries * work.query_row(schedule) + keys * row.keys + sums)

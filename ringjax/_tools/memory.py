@@ -33,7 +33,7 @@ def bound_memory(work: Work, schedules: Schedules, has_gradient: bool) -> Memory
     gathered = max((_gathered(work, schedule) for schedule in schedules), default=0)
     of_branches = sum(_rows(work, schedule, has_gradient) for schedule in schedules)
     logits = sum(_logits(work, schedule) for schedule in schedules)
-    is_exchanged = any(schedule.exchange_size > 1 for schedule in schedules)
+    is_exchanged = any(schedule.ulysses_size > 1 for schedule in schedules)
     at_most = (1 + 2 * is_exchanged) * (arguments + results) + 2 * (sums * work.sum_itemsize + of_branches) + 4 * logits
     return Memory(arguments + max(results, gathered), at_most)
 

@@ -56,8 +56,8 @@ def _ways(
 ) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
     for leg in legs:
-        yield of_devices(row * side.num_slots * (leg.rotations > 0), schedule.exchange_size, leg.rotations)
-        yield of_devices(row * leg.halo_rows(side), schedule.exchange_size * abs(leg.halo_hops))
+        yield of_devices(row * side.num_slots * (leg.rotations > 0), schedule.ulysses_size, leg.rotations)
+        yield of_devices(row * leg.halo_rows(side), schedule.ulysses_size * abs(leg.halo_hops))
 
 
 def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
@@ -67,10 +67,10 @@ def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iter
     of_others = schedule.keys.num_slots * (size - 1)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     for direction in directions:
-        yield Message(direction, "all_gather", work.keys_row(schedule) * of_others, size * schedule.exchange_size)
+        yield Message(direction, "all_gather", work.keys_row(schedule) * of_others, size * schedule.ulysses_size)
     if has_gradient:
         keys_grad = work.row_bytes(schedule).keys_grad
-        yield Message("backward", "reduce_scatter", keys_grad * of_others, size * schedule.exchange_size)
+        yield Message("backward", "reduce_scatter", keys_grad * of_others, size * schedule.ulysses_size)
 
 
 def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
@@ -80,7 +80,7 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
     heads, _ = work.heads_of(schedule)
     result = work.itemsize if work.has_one_branch else work.sum_itemsize
     is_added = not work.has_one_branch
-    has_lse = has_gradient or work.needs_lse or is_added or (work.has_order and schedule.exchange_size > 1)
+    has_lse = has_gradient or work.needs_lse or is_added or (work.has_order and schedule.ulysses_size > 1)
     swap = functools.partial(_swap, schedule)
     # Documents, which are the same for queries and keys, are swapped once.
     documents = work.documents(schedule)
@@ -89,27 +89,27 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
     yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
     if has_gradient:
         row = work.row_bytes(schedule)
-        of_keys = work.sum_itemsize if work.repeats_heads(schedule.exchange_size) else result
+        of_keys = work.sum_itemsize if work.repeats_heads(schedule.ulysses_size) else result
         grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
         yield swap("backward", row.queries - documents + keys)
         yield swap("backward", grads // work.sum_itemsize)
 
 
 def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
-    distance = schedule.exchange_size * (schedule.ring_size - 1)
+    distance = schedule.ulysses_size * (schedule.ring_size - 1)
     return Message(direction, "permute", row * (schedule.queries.num_slots // 2), distance)
 
 
 def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
     """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
     found: list[Message] = []
-    for group in exchanged_together(schedule for schedule in schedules if schedule.exchange_size > 1):
+    for group in exchanged_together(schedule for schedule in schedules if schedule.ulysses_size > 1):
         found += _of_exchange(work, group, has_gradient, is_final=len(group) == len(work.pattern.branches))
     return [message for message in found if message.num_bytes]
 
 
 def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final: bool) -> Iterator[Message]:
-    size, one = schedules[0].exchange_size, schedules[0].of_devices()
+    size, one = schedules[0].ulysses_size, schedules[0].of_devices()
     tokens = one.queries.shard_length, one.keys.shard_length
     queries, keys = (one.queries.chunk_rows, one.keys.chunk_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated

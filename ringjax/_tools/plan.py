@@ -3,19 +3,21 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from ringjax._call import Call
-from ringjax._kernels.implementation import NAMES
 from ringjax._kernels.interface import Request
-from ringjax._pattern.arguments import DTYPES, check_implementation
+from ringjax._options import KernelOptions, needs_of
+from ringjax._pattern.arguments import DTYPES
 from ringjax._pattern.branch import MAX_POSITIONS, Branch
 from ringjax._pattern.counts import check_count, check_flags, is_integer
-from ringjax._pattern.pattern import DilatedPattern, read_pattern
-from ringjax._schedule.strategy import check_exchange_size
+from ringjax._pattern.option import read_options, taking
+from ringjax._pattern.options import ChoiceOptions, pattern_of
+from ringjax._pattern.other_names import OF_MAKING
+from ringjax._pattern.pattern import DilatedPattern
 from ringjax._tools.comparison import Comparison, compare
 from ringjax._tools.machine import Machine, find_machine
 
@@ -24,11 +26,14 @@ FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
 _MOST = {"num_tokens": MAX_POSITIONS, "num_heads": 2**12}
 
 
+class PlanOptions(ChoiceOptions, KernelOptions, total=False):
+    """The options of `plan`; `features` are what few implementations serve."""
+
+
+@taking(PlanOptions, OF_MAKING)
 def plan(
     pattern: DilatedPattern | Sequence[Branch] | None = None,
     *,
-    segment_lengths: Sequence[int] | None = None,
-    dilation_rates: Sequence[int] | None = None,
     num_tokens: int,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -36,23 +41,19 @@ def plan(
     value_dim: int | None = None,
     batch_size: int = 1,
     dtype: Any = "bfloat16",
-    is_causal: bool = False,
     features: Sequence[str] = (),
     mesh: Mapping[str, int] | jax.sharding.Mesh | jax.sharding.AbstractMesh | int = 8,
     axis_name: str = "seq",
     head_axes: str | Sequence[str] = ("tensor",),
     node_size: int | None = None,
     device: str | Machine = "H100",
-    exchange_size: int | None = None,
-    implementation: str | None = None,
     has_gradient: bool = True,
+    **options: Unpack[PlanOptions],
 ) -> Comparison:
     """Compares the strategies for a model on a mesh, from integers alone: nothing is compiled, no array is made.
 
     Args:
       pattern: the branches, see :func:`ring_dilated_attention`.
-      segment_lengths: instead of a pattern, the segment length of each branch, in tokens.
-      dilation_rates: the dilation rate of each branch.
       num_tokens: the length of the whole sequence.
       num_heads: the number of query heads N.
       num_kv_heads: the number of key/value heads K; N by default.
@@ -60,7 +61,6 @@ def plan(
       value_dim: the width of values; `head_dim` by default.
       batch_size: the number of sequences on the whole mesh.
       dtype: the dtype of the arrays.
-      is_causal: whether a query sees only keys that are not after it.
       features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
       mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
         or a mesh.
@@ -69,10 +69,8 @@ def plan(
       node_size: the devices of a node; what the device's figures say by default.
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
         figures in JSON.
-      exchange_size: how many devices exchange tokens for heads; by default the fewest after which nothing else travels,
-        else the most that serve.
-      implementation: what computes; by default the fastest that serves.
       has_gradient: whether the gradient is counted too.
+      **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
       The strategies beside each other: `print` it for a table; `to_json()` gives its figures, `forecasts` all
@@ -88,14 +86,14 @@ def plan(
       >>> plan([Segments(2**20)], num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=8).best.strategy
       'all_to_all'
     """
-    pattern = read_pattern(pattern, segment_lengths, dilation_rates, "interleaved", "lse", "all")
+    asked = read_options(PlanOptions, options)
+    asked.pattern = pattern
+    pattern = pattern_of(asked)
     if isinstance(features, str):
         raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    check_flags(is_causal=is_causal, has_gradient=has_gradient)
-    check_implementation(implementation, NAMES)
-    check_exchange_size(exchange_size, "auto")
+    check_flags(has_gradient=has_gradient)
     sizes = _read_mesh(mesh, axis_name)
     head_axes = (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
     counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
@@ -114,9 +112,16 @@ def plan(
     dtype = _read_dtype(dtype)
     shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
     arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
-    call = Call(
-        Request(*arrays, machine.platform, needs=tuple(features), device_kind=machine.name),
-        pattern=pattern,
+    call = Call.of(
+        asked,
+        Request.of(
+            asked,
+            *arrays,
+            machine.platform,
+            needs=tuple(dict.fromkeys((*features, *needs_of(asked)))),
+            device_kind=machine.name,
+        ),
+        pattern,
         num_queries=num_tokens,
         num_keys=num_tokens,
         query_offset=0,
@@ -125,9 +130,6 @@ def plan(
         num_heads=num_heads // head_parts,
         num_unmapped=1,
         document_itemsize=4 * ("document_ids" in features),
-        is_causal=bool(is_causal),
-        exchange_size=None if exchange_size is None else int(exchange_size),
-        implementation=implementation,
     )
     return compare(call, machine, has_gradient, axis_name, _spec(sizes, axis_name, head_axes))
 
