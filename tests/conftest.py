@@ -43,21 +43,9 @@ from benchmarks.training_runs import Runs
 gc.freeze()
 gc.set_threshold(2_000_000, 50, 100)
 
-# Whose quick tests depend on the interpreter and the version of jax; of the rest every tenth is enough.
-ALWAYS = "arguments", "layers", "settings", "default_flags", "documentation", "schedule", "pattern", "device_order"
 
-
-def pytest_addoption(parser):
-    help = "of the tests of numbers, run every tenth quick one, with the flags of XLA that users have and x64 off"
-    parser.addoption("--tenth", action="store_true", help=help)
-    help = "of the further cases of tests, run every fourth, beginning with this number"
-    parser.addoption("--quarter", type=int, choices=range(4), help=help)
-
-
-def pytest_configure(config):
+def pytest_configure():
     """Sets what makes the tests quick, and float64 available, before jax starts."""
-    if config.getoption("--tenth"):
-        return
     jax.config.update("jax_enable_x64", True)
     # Less than half the compile time; that fusions are not to be built through MLIR only an older XLA can be told.
     flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
@@ -75,37 +63,15 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config, items):
-    mark_wide_cases(items, are_all=not any("::" in argument for argument in config.args))
-    if config.getoption("--tenth"):
-        quick = [item for item in items if not {"wide", "x64"} & {mark.name for mark in item.iter_markers()}]
-        is_always = lambda item: item.path.stem.removeprefix("test_") in ALWAYS or item.get_closest_marker("always")
-        rest = [item for item in quick if not is_always(item)]
-        take(config, items, {*quick} - {*rest} | {*rest[::10]})
-    if config.getoption("--quarter") is not None:
-        further = [item for item in items if item.get_closest_marker("further")]
-        take(config, items, {*items} - {*further} | {*further[config.getoption("--quarter") :: 4]})
-
-
-def take(config, items, taken):
-    """Leaves out all tests but some."""
-    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-    items[:] = [item for item in items if item in taken]
-
-
-def mark_wide_cases(items, are_all):
-    """Marks the cases of tests that name some as quick or as wide; each of these names has to be that of a case."""
+    """Marks as slow the cases of a test that it does not name as quick; each name has to be that of a case."""
     unknown = {}
     for item in items:
-        quick, wide = ({name for mark in item.iter_markers(kind) for name in mark.args} for kind in ("quick", "wide"))
-        if quick or wide:
-            case = item.callspec.id
-            unknown.setdefault(item.function, quick | wide).discard(case)
-            if case not in quick:
-                item.add_marker("wide")
-            if case not in quick | wide:
-                item.add_marker("further")
+        if quick := {name for mark in item.iter_markers("quick") for name in mark.args}:
+            unknown.setdefault(item.function, quick).discard(item.callspec.id)
+            if item.callspec.id not in quick:
+                item.add_marker("slow")
     unknown = {function.__qualname__: names for function, names in unknown.items() if names}
-    if are_all and unknown:
+    if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"cases that do not exist: {unknown}")
 
 

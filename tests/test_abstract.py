@@ -67,7 +67,7 @@ def check(call):
 anything = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @given(calls())
 @settings(max_examples=20, derandomize=True, **anything)
 def test_results_have_their_shapes_and_dtypes(call):

@@ -265,7 +265,7 @@ def test_rings_beside_other_axes_overlap():
     assert "all-gather" not in text
 
 
-@pytest.mark.wide("sizes0")
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "seq": 8}, {"fsdp": 2, "seq": 8, "tensor": 2}])
 def test_a_training_step_gathers_parameters_alone(sizes):
     """On four nodes of eight, with a ring inside each node, and with rings of two nodes."""

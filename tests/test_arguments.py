@@ -106,7 +106,6 @@ def test_an_offset_may_be_an_array_of_numpy(unchecked):
     assert shape.shape == (1, 8, 4, 5)
 
 
-@pytest.mark.x64
 def test_documents_of_other_processes_are_not_read(monkeypatch):
     ids = jnp.zeros((1, 8), jnp.int64)
     monkeypatch.setattr(type(ids), "is_fully_addressable", False)

@@ -158,11 +158,6 @@ def hops_of(seen, branch, length, num_heads):
     "Segments(length=40, rate=2)-32-True-{1: 16}-keys travel back",
     "Window(size=5, rate=3)-36-False-{1: 12, -1: 12}-keys travel back",
 )
-@pytest.mark.wide(
-    "Segments(length=1000, rate=1)-1024-True-{1: 168}-queries travel back",
-    "Window(size=4096, rate=1)-8192-True-{1: 4095}-queries travel back",
-    "Window(size=20000, rate=1)-8192-True-{1: 8192, 2: 8192, 3: 3615}-queries travel back",
-)
 @pytest.mark.parametrize("kv_heads", [1, HEADS], ids=["keys travel back", "queries travel back"])
 @pytest.mark.parametrize(
     ("branch", "shard_length", "is_causal", "expected"),

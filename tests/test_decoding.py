@@ -116,7 +116,7 @@ def test_prefill_and_decoding_give_the_full_forward(pattern, mesh):
     assert int(module.cache_index.get_value()) == PROMPT + sum(CALLS)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_a_cache_that_no_mesh_was_there_for():
     """Made outside set_mesh, and used on a mesh that the inputs carry, which does not divide its rows."""
     module = make(segment_lengths=(7, 32), dilation_rates=(1, 2))
@@ -222,7 +222,7 @@ def test_a_window_beyond_all_positions_decodes():
     np.testing.assert_allclose(np.concatenate(out, axis=1), expected, atol=1e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_a_prompt_inside_the_callers_shard_map():
     """Where each device sees its own tokens of it, and the next ones are the same for all."""
     module, mesh, x = make(decode=True), make_mesh(seq=4), inputs()[:, :10]

@@ -87,7 +87,7 @@ def test_programs_on_which_the_cpus_compiler_aborted(program):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_random_cases():
     rng = np.random.default_rng(20)
     largest, failed = search([draw(rng, most_branches=2, data=3) for _ in range(2)])

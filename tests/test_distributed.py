@@ -12,7 +12,7 @@ from parts.distribution import bounding_box, local_region, make_mesh
 
 from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_step
 
-pytestmark = [pytest.mark.processes, pytest.mark.wide]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(runs, undisturbed, tmp_path)
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(undisturbed), rtol=1e-5)
 
 
-@pytest.mark.wide("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_processes_end_when_one_dies(victim, runs, tmp_path):
     processes = runs.start_processes(2, tmp_path / "run", "--mesh", "data=2,seq=4", "--peer-timeout", "10")

@@ -70,7 +70,6 @@ def run_code(code, **variables):
 
 
 @pytest.mark.quick("8")
-@pytest.mark.wide("1")
 @pytest.mark.parametrize("devices", ["1", "8"])
 def test_code_of_the_readme(devices):
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -1,5 +1,7 @@
 """Values and gradients of the ring against the dense oracle, in float64, over a table of patterns and meshes."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,37 +28,56 @@ PATTERNS = {
 HEADS = {"one": (1, 1), "grouped": (4, 2), "multi-query": (3, 1), "many": (5, 5)}
 
 
-RING_SIZES = (1, 2, 4, 8)
-# Programs that differ in code: all patterns on eight devices, causal in turn; the loops of each size of ring, which a
-# ring of two does not have; and balanced rings beside those that are not. What all sizes compute, and with which masks,
-# is held in integers, by the tests of the schedule.
-CASES = [
-    *((name, 8, row % 2 == 0) for row, name in enumerate(PATTERNS)),
-    *((name, 8, False) for name in ("dense", "longnet")),
-    *((name, 1, True) for name in ("local", "straddling")),
-    ("longnet", 2, True),
-    ("unequal rings", 4, True),
-]
+class Case(NamedTuple):
+    """A pattern on devices: the heads by name, and what the loss uses of the results."""
+
+    pattern: str
+    devices: int
+    is_causal: bool
+    heads: str
+    uses: str
+    batch: tuple[int, ...] = (2,)
+    kind: AxisType = AxisType.Auto
+    offsets: str = "interleaved"
 
 
-@pytest.mark.quick("dense-8-True", "local-8-False", "longnet-8-True", "straddling-8-False", "straddling-1-True")
-@pytest.mark.parametrize(("name", "ring_size", "is_causal"), CASES)
-def test_ring_equals_oracle(name, ring_size, is_causal):
-    length, segment_lengths, dilation_rates = PATTERNS[name]
-    # Heads, offsets, batch dimensions and kinds of mesh take turns, so that each meets most patterns and ring sizes.
-    row, column = list(PATTERNS).index(name), RING_SIZES.index(ring_size)
-    heads = list(HEADS.values())[(row + 2 * column + column // 2 + is_causal) % 4]
-    kind = (AxisType.Auto, AxisType.Explicit)[(row + column + is_causal) % 2]
+# Programs that differ in code: all patterns on eight devices, the loops of each size of ring, which a ring of two does
+# not have, and balanced rings beside those that are not. What all sizes compute, and with which masks, is held in
+# integers, by the tests of the schedule. A loss of all results asks for more than one of the output alone, and the
+# other way round.
+CASES = {
+    "causal dense": Case("dense", 8, True, "one", "lse"),
+    "dense": Case("dense", 8, False, "many", "out", (2,), AxisType.Explicit, "blocked"),
+    "local": Case("local", 8, False, "one", "lse", (), offsets="blocked"),
+    "local on one device": Case("local", 1, True, "multi-query", "both", (), offsets="blocked"),
+    "causal longnet": Case("longnet", 8, True, "multi-query", "out", (1, 2), offsets="blocked"),
+    "longnet": Case("longnet", 8, False, "grouped", "both", (1, 2), AxisType.Explicit),
+    "longnet on two devices": Case("longnet", 2, True, "grouped", "lse"),
+    "rates that do not divide": Case("rates that do not divide", 8, False, "multi-query", "out"),
+    "unequal rings": Case("unequal rings", 8, True, "one", "both", ()),
+    "unequal rings of four": Case("unequal rings", 4, True, "multi-query", "lse", (2,), AxisType.Explicit),
+    "straddling": Case("straddling", 8, False, "one", "both", (1, 2), offsets="blocked"),
+    "straddling on one device": Case("straddling", 1, True, "multi-query", "out", (1, 2), offsets="blocked"),
+    "short last segment": Case("short last segment", 8, True, "multi-query", "lse", (2,), offsets="blocked"),
+    "uncovered rows": Case("uncovered rows", 8, False, "multi-query", "lse", ()),
+    "padding in the segment": Case("padding in the segment", 8, True, "one", "out", (1, 2)),
+}
+
+
+@pytest.mark.quick("causal dense", "local", "causal longnet", "straddling", "straddling on one device")
+@pytest.mark.parametrize("name", CASES)
+def test_ring_equals_oracle(name):
+    case = CASES[name]
+    length, segment_lengths, dilation_rates = PATTERNS[case.pattern]
     arguments = {
         "segment_lengths": segment_lengths,
         "dilation_rates": dilation_rates,
-        "is_causal": is_causal,
-        "offsets": ("interleaved", "blocked")[(row // 2 + column // 2 + is_causal) % 2],
+        "is_causal": case.is_causal,
+        "offsets": case.offsets,
+        "uses": case.uses,
     }
-    arrays = random_arguments(length, heads, batch=((2,), (), (1, 2))[(row + column) % 3])
-    mesh = None if ring_size == 1 and kind == AxisType.Auto else make_mesh(kind, seq=ring_size)
-    # A loss of all results asks for more than the one of a model that uses the output alone, and the other way round.
-    arguments["uses"] = ("out", "lse", "both")[(row + column + is_causal) % 3]
+    arrays = random_arguments(length, HEADS[case.heads], batch=case.batch)
+    mesh = None if case.devices == 1 else make_mesh(case.kind, seq=case.devices)
     assert_close(ring_results(arrays, mesh=mesh, **arguments), reference_results(arrays, **arguments))
 
 
@@ -83,14 +104,19 @@ def test_a_strategy_for_each_branch_equals_the_oracle(strategy, options):
     assert_close(actual, reference_results(arrays, **arguments))
 
 
-@pytest.mark.quick("longnet-True")
+@pytest.mark.quick("longnet")
 @pytest.mark.parametrize(
-    ("name", "is_causal"),
-    [("longnet", True), ("unequal rings", False), ("straddling", True), ("short last segment", False)],
+    ("name", "is_causal", "kind"),
+    [
+        ("longnet", True, AxisType.Explicit),
+        ("unequal rings", False, AxisType.Auto),
+        ("straddling", True, AxisType.Auto),
+        ("short last segment", False, AxisType.Auto),
+    ],
+    ids=["longnet", "unequal rings", "straddling", "short last segment"],
 )
-def test_gathering_equals_the_oracle(name, is_causal):
+def test_gathering_equals_the_oracle(name, is_causal, kind):
     length, segment_lengths, dilation_rates = PATTERNS[name]
-    kind = (AxisType.Auto, AxisType.Explicit)[(list(PATTERNS).index(name) + is_causal) % 2]
     arguments = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": is_causal}
     arrays = random_arguments(length, (4, 2))
     actual = ring_results(arrays, mesh=make_mesh(kind, seq=4), strategy="all_gather", **arguments)

@@ -13,7 +13,7 @@ import train_lm
 
 from benchmarks.training_runs import checkpoint_steps, kill_at_random, losses, state
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_that_is_killed_ends_as_if_it_were_not(runs, undisturbed, tmp_path):

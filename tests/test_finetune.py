@@ -35,7 +35,7 @@ def losses_of(mesh, epochs=7):
     return list(finetune.finetune(classifier, list(map(pad, make_slides())), [0, 1, 1], settings))
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_losses_are_those_of_one_device(caplog):
     alone = losses_of(None)
     with jax.log_compiles():
@@ -58,7 +58,7 @@ def test_padding_changes_nothing():
     np.testing.assert_allclose([padded[:, :length] for padded in padded_states], states, atol=1e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_noise_is_dropped_in_proportion():
     """Numbers at one rate, all that is added to a sequence at another; and nothing at rates of zero."""
     array, keys = jnp.ones((2, 61, 16)), jax.random.split(jax.random.key(0), 400)
@@ -118,7 +118,7 @@ def run(folder, monkeypatch, *options, last=None):
     return losses
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_a_run_that_is_continued_ends_as_one_that_was_not(files, monkeypatch, capsys):
     whole = run("whole", monkeypatch)
     with pytest.raises(SystemExit):

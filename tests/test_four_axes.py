@@ -160,7 +160,6 @@ def nnx_module(mesh):
 INPUTS = np.random.default_rng(0).normal(size=(2, 32, 16))
 
 
-@pytest.mark.x64
 @pytest.mark.quick("nnx_module-order2")
 @pytest.mark.parametrize(
     ("module", "order"),

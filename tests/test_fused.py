@@ -95,25 +95,34 @@ def kernel(monkeypatch):
     jax.clear_caches()  # of traces with this kernel
 
 
-# Lengths, segment lengths, rates and shards: local, dense, all together, sub-rings, a last ring that is shorter.
+# Lengths, segment lengths, rates and shards: local, dense, all together, sub-rings, a last ring that is shorter; the
+# heads and the batch.
 PATTERNS = {
-    "local": (32, (4, 8), (1, 2), 1),
-    "longnet": (64, (4, 32, 64), (1, 2, 4), 4),
-    "dense": (32, (32,), (1,), 8),
-    "two rings": (96, (48,), (2,), 8),
-    "unequal rings": (72, (48,), (1,), 3),
+    "local": (32, (4, 8), (1, 2), 1, (4, 2), (2,)),
+    "longnet": (64, (4, 32, 64), (1, 2, 4), 4, (2, 2), ()),
+    "dense": (32, (32,), (1,), 8, (6, 1), (2,)),
+    "two rings": (96, (48,), (2,), 8, (4, 2), ()),
+    "unequal rings": (72, (48,), (1,), 3, (2, 2), (2,)),
 }
 
 
-@pytest.mark.quick("local-True", "longnet-True")
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_fused_equals_oracle(kernel, name, is_causal):
-    length, segment_lengths, dilation_rates, shards = PATTERNS[name]
-    row = list(PATTERNS).index(name)
-    kind = (AxisType.Auto, AxisType.Explicit)[(row + is_causal) % 2]
+@pytest.mark.quick("causal-local-AxisType.Explicit", "causal-longnet-AxisType.Auto")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("local", AxisType.Explicit),
+        ("longnet", AxisType.Auto),
+        ("dense", AxisType.Explicit),
+        ("two rings", AxisType.Auto),
+        ("unequal rings", AxisType.Explicit),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_fused_equals_oracle(kernel, name, kind, is_causal):
+    length, segment_lengths, dilation_rates, shards, heads, batch = PATTERNS[name]
     arguments = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "is_causal": is_causal}
-    arrays = random_arguments(length, [(4, 2), (2, 2), (6, 1)][row % 3], batch=((2,), ())[row % 2])
+    arrays = random_arguments(length, heads, batch=batch)
     mesh = make_mesh(kind, seq=shards) if shards > 1 else None
     actual = ring_results(arrays, mesh=mesh, implementation="cudnn", **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
@@ -371,7 +380,7 @@ def test_other_axes_of_a_mesh(kernel, kind):
         assert not kernel.calls
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_under_vmap_and_in_a_module(kernel):
     arguments = {"segment_lengths": (4, 16), "dilation_rates": (1, 2), "is_causal": True}
     arrays = list(map(jnp.asarray, random_arguments(16, (2, 1), batch=(3,))))

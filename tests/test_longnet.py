@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = {"width": 16, "num_layers": 2, "num_heads": 2, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_a_small_one_is_the_same_on_every_mesh():
     """With blocks that are rematerialised."""
     results = {}

@@ -61,7 +61,7 @@ def test_mesh_that_the_arrays_carry(mesh, heads, offsets):
     check(loss(ring_dilated_attention, offsets=offsets, **ARGUMENTS), place(arrays, mesh), arrays, offsets=offsets)
 
 
-@pytest.mark.wide("explicit")
+@pytest.mark.slow
 def test_key_value_heads_of_whole_groups(mesh):
     """With four devices along eight heads, each pair of devices shares one of two key/value heads."""
     mesh = make_mesh(mesh.axis_types[0], seq=2, tensor=4)
@@ -127,7 +127,7 @@ def test_other_axis_name(mesh):
     check(loss(ring_dilated_attention, **arguments), place(arrays, mesh, "seq", "data", "tensor"), arrays)
 
 
-@pytest.mark.wide("explicit")
+@pytest.mark.slow
 def test_length_that_the_mesh_does_not_divide(mesh):
     arrays = random_arguments(29, (8, 4), batch=(2,))
     check(ring_loss, place(arrays, mesh, "data", None, "tensor"), arrays)

@@ -216,7 +216,6 @@ def test_nothing_of_the_whole_length_is_gathered(library, kind):
     assert not has_dimension(text, length)
 
 
-@pytest.mark.x64
 def test_rotary_embedding_is_the_rotate_half_convention():
     width, theta = 6, 50.0
     array = np.random.default_rng(0).normal(size=(1, 5, 2, width))
@@ -257,7 +256,6 @@ def test_an_embedding_of_positions_of_ones_own(library):
         Functional(library, **wrong).apply(found.params, x)
 
 
-@pytest.mark.x64
 def test_rotary_embedding_keeps_its_precision_at_a_million_tokens():
     array = jnp.ones((1, 1, 1, 64), jnp.float32)
     position = jnp.array([1_048_575], jnp.int32)

@@ -67,7 +67,6 @@ def test_float32(ring_size):
     assert_close(ring_results(arrays, mesh=make_mesh(seq=ring_size), **ARGUMENTS), exact, atol=2e-5)
 
 
-@pytest.mark.x64
 @pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_error_in_half_precision_does_not_grow_with_the_ring(dtype):
@@ -88,7 +87,6 @@ DTYPES = [
 ]
 
 
-@pytest.mark.x64
 @pytest.mark.quick("('float32', 'float64', 'bfloat16')", "('float16', 'float16', 'float16')")
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_dtypes_of_results(dtypes):
@@ -138,7 +136,6 @@ def test_cotangents_of_rows_without_keys_do_not_matter():
         assert (grad == 0).all()
 
 
-@pytest.mark.x64
 @pytest.mark.quick("float32-4", "float64-1")
 @pytest.mark.parametrize("ring_size", [1, 4])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -208,7 +205,6 @@ def test_the_oracle_is_softmax_attention():
         np.testing.assert_allclose(out, peer, rtol=0, atol=1e-6)
 
 
-@pytest.mark.x64
 def test_the_oracle_masks_and_caps():
     """Documents, an offset, a cap and dropout once more, in NumPy, pair by pair."""
     length, key_length, offset, cap, rate = 6, 9, 2, 1.5, 0.4

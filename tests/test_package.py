@@ -75,7 +75,7 @@ print(ringjax.__version__)
     assert done.stdout == "0+unknown\n"
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_the_wheel_runs_on_its_own(installed):
     assert (installed / "site" / "ringjax" / "py.typed").exists()
     assert sorted(path.name for path in (installed / "site").iterdir() if path.suffix != ".dist-info") == ["ringjax"]
@@ -99,7 +99,6 @@ def test_the_description_is_one_that_the_index_renders(installed):
 
 
 @pytest.mark.quick("basedpyright")
-@pytest.mark.wide("mypy")
 @pytest.mark.parametrize(
     "checker",
     [["basedpyright", "--level", "error", "--pythonpath", sys.executable], ["mypy", "--follow-imports=silent"]],

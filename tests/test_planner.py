@@ -36,7 +36,7 @@ SHAPE = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
 LONGNET = [Segments(2048), Segments(8192, 2), Segments(32768, 4)]
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @given(configurations())
 @settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 def test_bytes_are_those_of_compiled_programs(configuration):

@@ -37,7 +37,7 @@ def documents():
     return jnp.asarray(np.repeat([[0] * 20 + [-1] * 12], 2, axis=0), jnp.int32)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_strict_promotion(arrays, documents):
     mesh = make_mesh(seq=4)
     expected = gradient(arrays, mesh=mesh, document_ids=documents, **ALL)

@@ -33,7 +33,6 @@ def encode(encoder, name, dtype=jnp.float32):
     return jax.device_get(nnx.jit(lambda encoder, *arrays: encoder(*arrays))(encoder, *arrays))
 
 
-@pytest.mark.x64
 @pytest.mark.quick("61 tiles-1-None-float64", "61 tiles-8-AxisType.Explicit-float32")
 @pytest.mark.parametrize(
     ("name", "devices", "kind", "dtype"),
@@ -57,7 +56,7 @@ def test_states_and_output_of_the_original(name, devices, kind, dtype):
     np.testing.assert_allclose(output[0], RECORDED[f"{name}/pooled"], rtol=0, atol=tolerance)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_phantoms_count_where_segments_are_not_full():
     """They change what the weights were trained with; a slide that fills all its segments has none."""
     trained, without = (encode(load("61 tiles", padding=padding), "61 tiles") for padding in ("torchscale", "none"))

@@ -72,7 +72,7 @@ def test_states_and_output_of_the_original(kind, name):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.wide("xpos-8")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices"), [("no norms inside", 1), ("learned positions", 1), ("xpos", 8)])
 def test_prefill_and_decoding_equal_the_full_forward(name, devices):
     inputs, prompt = jnp.asarray(tokens()), 40
@@ -86,7 +86,7 @@ def test_prefill_and_decoding_equal_the_full_forward(name, devices):
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_tokens_that_are_not_there_change_nothing():
     """Those beyond `num_tokens` of a padded batch."""
     inputs = jnp.asarray(tokens())
@@ -97,7 +97,7 @@ def test_tokens_that_are_not_there_change_nothing():
         np.testing.assert_allclose(whole[1, :47], expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_what_is_dropped_does_not_depend_on_the_mesh():
     """Whose padding makes sequences longer."""
     inputs, key = jnp.asarray(tokens()), jax.random.key(3)
@@ -108,7 +108,7 @@ def test_what_is_dropped_does_not_depend_on_the_mesh():
         np.testing.assert_allclose(call(model, inputs, key=key)[1], alone, rtol=0, atol=2e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_dtypes():
     sizes = {"segment_lengths": (8, 64), "dilation_rates": (1, 2), "rngs": nnx.Rngs(0)}
     for given, own in ((jnp.bfloat16, None), (jnp.float32, jnp.bfloat16)):
@@ -117,7 +117,7 @@ def test_dtypes():
         assert states[-1].dtype == output.dtype == (own or jnp.float32)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_new_models():
     """Weights of random numbers: of the size that the arrangement asks for, and with losses that fall."""
     sizes = {"segment_lengths": (8, 64), "dilation_rates": (1, 2), "vocab_size": VOCABULARY}

@@ -41,7 +41,6 @@ def test_a_run_writes_all_that_it_promises(undisturbed):
     np.testing.assert_allclose(np.average(bits, weights=count), float(last["held_out_bits_per_byte"]), rtol=1e-6)
 
 
-@pytest.mark.x64
 def test_losses_by_position():
     """The first token of a document is at position 1; padding is none."""
     document_ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, -1], [3, -1, 4, 4, -1, -1, -1, -1, -1, -1]])
@@ -57,7 +56,7 @@ def test_losses_by_position():
         np.testing.assert_allclose(jax.jit(by_position)(losses, document_ids), expected, rtol=1e-5)
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2,data=2,fsdp=2"])
 def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
     """On one device, and on sixteen of which each axis has two; profiled and drawn beside another, or not."""
@@ -72,7 +71,7 @@ def test_the_same_losses_on_every_mesh(mesh, runs, undisturbed, tmp_path):
     assert "cannot be compared" not in ended.stdout
 
 
-@pytest.mark.wide
+@pytest.mark.slow
 def test_a_sample_continues_its_prompt(runs, undisturbed, tmp_path):
     """And changes nothing: neither later checkpoints nor one that another process is writing."""
     shutil.copytree(undisturbed, tmp_path / "run")
