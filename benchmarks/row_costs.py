@@ -5,7 +5,6 @@
 
 import json
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,9 @@ from benchmarks.environment import run_module
 from benchmarks.local_speed import CASES, calls_of
 from benchmarks.timing import HEADS, WIDTH, best_rate, save, spread, time_in_turns
 from ringjax._kernels.tiles import Partial
+from ringjax._parallel.combine import Gradients, Outputs
 from ringjax._parallel.layout import Task
 from ringjax._parallel.ring import Addends
-from ringjax._parallel.shard import BY_STRATEGY
 
 LONGNET, SHORT = "LongNet, causal, T=32768", "many short segments, T=8192"
 
@@ -35,7 +34,7 @@ def leave_out_blocks() -> None:
         queries, keys = task.take(task.queries).arrays, task.take(task.keys).arrays
         return Addends(queries.query, *keys)
 
-    BY_STRATEGY["ring"] = types.SimpleNamespace(forward=forward, backward=backward)
+    Outputs.by_strategy["ring"], Gradients.by_strategy["ring"] = forward, backward
 
 
 def batched_einsum(length: int, branches: Any, *_: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -28,7 +28,7 @@ from ringjax._pattern.arguments import (
 )
 from ringjax._pattern.option import taking
 from ringjax._pattern.other_names import OF_FUNCTION
-from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.promotion import own_promotion
 from ringjax._pattern.reach_warning import warn_of_reach
 from ringjax._pattern.sinks import add_sinks, read_sinks
 from ringjax._recording import Record, record
@@ -42,8 +42,8 @@ def ring_dilated_attention(
 def ring_dilated_attention(
     query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Unpack[Options]
 ) -> Array: ...
-@with_own_promotion
-@taking(AllOptions, OF_FUNCTION, in_full=True)
+@own_promotion()
+@taking(AllOptions, in_full=True)
 def ring_dilated_attention(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -92,7 +92,7 @@ def ring_dilated_attention(
       (1, 16, 4, 8)
     """
     check_arrays(query, key, value)
-    pattern, asked = read_checked(AllOptions, options)
+    pattern, asked = read_checked(AllOptions, options, OF_FUNCTION, "ring_dilated_attention")
     documents = read_documents(asked.document_ids, query, key)
     sinks = read_sinks(asked.sinks, query)
     seed = read_seed(asked.dropout_seed, asked.dropout_rate)

@@ -14,7 +14,7 @@ from ringjax._pattern.other_names import OF_FUNCTION
 from ringjax._pattern.pattern import DilatedPattern
 
 
-@taking(FactoryOptions, OF_FUNCTION)
+@taking(FactoryOptions)
 def attention_fn(**options: Unpack[FactoryOptions]) -> Callable[..., Array]:
     """Returns a function that `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as `attention_fn`.
 
@@ -39,7 +39,7 @@ def attention_fn(**options: Unpack[FactoryOptions]) -> Callable[..., Array]:
       >>> attention(jnp.ones((2, 16, 32))).shape
       (2, 16, 32)
     """
-    pattern, _ = read_checked(FactoryOptions, options)
+    pattern, _ = read_checked(FactoryOptions, options, OF_FUNCTION, "attention_fn")
     fixed: dict[str, Any] = {name: value for name, value in options.items() if name not in IN_PATTERN}
     return _Attend(pattern, bool(fixed.pop("is_causal", False)), fixed)
 

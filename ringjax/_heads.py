@@ -25,8 +25,9 @@ from ringjax._pattern.arguments import DTYPES
 from ringjax._pattern.counts import check_count, is_flag, is_integer, is_real, read_flag
 from ringjax._pattern.option import options_of
 from ringjax._pattern.options import IN_PATTERN
+from ringjax._pattern.other_names import OF_MAKING
 from ringjax._pattern.pattern import DilatedPattern
-from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.promotion import own_promotion
 from ringjax._pattern.rotary import rotary_embedding
 
 # Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
@@ -54,7 +55,7 @@ class Settings:
     @classmethod
     def of(cls, options: Mapping[str, Any], *, num_heads: Any, num_kv_heads: Any, **others: Any) -> "Settings":
         """Returns the settings of a module with these options."""
-        pattern, asked = read_checked(ModuleOptions, options)
+        pattern, asked = read_checked(ModuleOptions, options, OF_MAKING, "RingDilatedAttention")
         fixed = FrozenDict({name: one for name, one in vars(asked).items() if name not in IN_PATTERN})
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         return cls(pattern, fixed, num_heads, num_kv_heads, **others)
@@ -123,7 +124,7 @@ class Settings:
         """The width of a head."""
         return self.qkv_features // self.num_heads
 
-    @with_own_promotion
+    @own_promotion()
     def attend(
         self,
         query: Float[Array, "*B T N H"],
@@ -181,7 +182,7 @@ class Settings:
         heads = jax.ShapeDtypeStruct((*batch, max_length, self.num_heads, self.head_dim), dtype)
         return make_cache(self.pattern, heads, self.num_kv_heads, mesh, axis_name, own if spec is None else spec)
 
-    @with_own_promotion
+    @own_promotion()
     def prefill(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
         """Returns the attention of a sequence from its beginning, and the cache after it.
 
@@ -200,7 +201,7 @@ class Settings:
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
         return out, decoder.prefill(embedded, value, cache)
 
-    @with_own_promotion
+    @own_promotion()
     def step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
         """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
         positions = lambda: cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)

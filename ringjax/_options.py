@@ -131,13 +131,13 @@ class AllOptions(Options, ResultOptions, total=False):
     """The options of :func:`ring_dilated_attention`."""
 
 
-def read_checked(table: Any, given: Any) -> tuple[DilatedPattern, Any]:
-    """Returns the pattern that options say, and all options as attributes.
+def read_checked(table: Any, given: Any, remedies: Any, of: str) -> tuple[DilatedPattern, Any]:
+    """Returns the pattern that options say, and all options as attributes; see `read_options`.
 
     Raises:
       TypeError, ValueError: naming the option, its value and the remedy.
     """
-    asked = read_options(table, given)
+    asked = read_options(table, given, remedies, of)
     pattern = pattern_of(asked)
     asked.strategy = read_strategy(asked.strategy, len(pattern.branches))
     check_exchange(asked.exchange_size, asked.strategy)

@@ -21,7 +21,7 @@ from ringjax._pattern.option import read_options, taking
 from ringjax._pattern.options import WeightsOptions, pattern_of
 from ringjax._pattern.other_names import OF_FUNCTION
 from ringjax._pattern.pattern import DilatedPattern
-from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.promotion import own_promotion
 from ringjax._pattern.sinks import read_sinks
 
 
@@ -35,8 +35,8 @@ class _Meaning(NamedTuple):
     logits_soft_cap: float | None
 
 
-@with_own_promotion
-@taking(WeightsOptions, OF_FUNCTION)
+@own_promotion()
+@taking(WeightsOptions)
 def attention_weights(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -72,7 +72,7 @@ def attention_weights(
       >>> attention_weights(q, k, [5], segment_lengths=(4,), dilation_rates=(1,), is_causal=True)[0, 0, 0].tolist()
       [0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
     """
-    asked = read_options(WeightsOptions, options)
+    asked = read_options(WeightsOptions, options, OF_FUNCTION, "attention_weights")
     check_arrays(query, key, key)
     if axis_name in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(f"attention_weights inside a shard_map over {axis_name!r} sees one shard: call it outside")

@@ -26,7 +26,7 @@ from ringjax._heads import (
 from ringjax._options import ModuleOptions
 from ringjax._pattern.counts import check_count, check_flags, read_flag
 from ringjax._pattern.option import documented, taking
-from ringjax._pattern.other_names import OF_MAKING, OF_NNX, naming_what_serves
+from ringjax._pattern.other_names import OF_NNX, naming_what_serves
 
 __all__ = ["RingDilatedAttention"]
 
@@ -82,7 +82,7 @@ class RingDilatedAttention(nnx.Module):
       (2, 16, 32)
     """
 
-    @taking(ModuleOptions, OF_MAKING)
+    @taking(ModuleOptions)
     def __init__(
         self,
         num_heads: int,

@@ -3,9 +3,16 @@
 import ast
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from oracle import make_mesh
+
+import ringjax
+from ringjax import Segments
+from ringjax._kernels import tiles
 
 PACKAGE = Path(__file__).parent.parent / "ringjax"
 # From the ground up: each may import itself and what stands before it. Names are folders, or files of the package.
@@ -71,6 +78,22 @@ print(jax.grad(lambda inputs: attention(inputs).sum())(jnp.ones((1, 8, 8))).shap
     command = [sys.executable, "-c", program, str(PACKAGE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "(1, 8, 8)\n", done.stderr
+
+
+def test_the_way_to_a_tile_is_short(monkeypatch):
+    """From the function to the first product of a ring's tile, functions of the library alone."""
+    stacks = []
+
+    def stop(*_, **__):
+        stacks.append([frame.name for frame in traceback.extract_stack() if str(PACKAGE) in frame.filename])
+        raise RuntimeError("reached")
+
+    monkeypatch.setattr(tiles.jnp, "einsum", stop)
+    array = jnp.ones((1, 40, 3, 5))
+    with pytest.raises(RuntimeError, match="reached"):
+        ringjax.ring_dilated_attention(array, array, array, pattern=[Segments(40)], mesh=make_mesh(seq=8))
+    assert stacks[0][0] == "ring_dilated_attention"
+    assert len(stacks[0]) <= 15, stacks[0]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -96,6 +96,7 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
     fold, query_mask, key_mask = _fold_mask(query, keys, mask)
     query, partial = jax.tree.map(fold.queries, (query, partial))
     keys = jax.tree.map(fold.keys, keys)
+    multiply = _product(weighting, query, *keys)
 
     def tile_of_queries(partials, tile):
         index, query, query_mask, met = tile
@@ -105,8 +106,15 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
             kept = _kept(query_mask, tile_mask, weighting)
 
             def add(partial: Partial) -> Partial:
-                scores = masked(_scores(query, tile_keys.key, weighting), query_mask, tile_mask)
-                return _add_scores(partial, scores, tile_keys.value, kept, weighting)
+                product = multiply("...qh,...jh->...qj", query, tile_keys.key)
+                scores = masked(weighting.scores(product), query_mask, tile_mask)
+                maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.unit)  # [*X, Q]
+                shift = shift_of(maximum)
+                weights = jnp.exp(scores * weighting.unit - shift[..., None])
+                decay = jnp.exp(partial.maximum - shift)
+                denominator = partial.denominator * decay + weights.sum(axis=-1)
+                added = multiply("...qj,...jv->...qv", kept(weights).astype(tile_keys.value.dtype), tile_keys.value)
+                return Partial(maximum, denominator, partial.numerator * decay[..., None] + added)
 
             return jax.lax.cond(_at(met.meets, j), add, lambda partial: partial, partial)
 
@@ -119,13 +127,10 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
     return jax.tree.map(fold.undo, partial, Partial(*shapes))
 
 
-def _scores(query: Float[Array, "*X Q H"], key: Float[Array, "*X Rk H"], weighting: Weighting) -> Array:
-    dtype = accumulation_dtype(query, key)
-    return weighting.scores(_multiply("...qh,...jh->...qj", query, key, weighting, dtype))
-
-
-def _multiply(subscripts: str, one: Array, other: Array, weighting: Weighting, dtype: Any) -> Array:
-    return jnp.einsum(subscripts, one, other, precision=weighting.precision, preferred_element_type=dtype)
+def _product(weighting: Weighting, *arrays: Array) -> Callable[..., Array]:
+    """Returns the product that sums over arrays, in the dtype of sums."""
+    dtype = accumulation_dtype(*arrays)
+    return functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
 
 
 def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Callable[[Array], Array]:
@@ -137,23 +142,6 @@ def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Call
         return jnp.where(is_kept, array * weighting.kept_scale, 0)
 
     return drop if weighting.dropout_rate else lambda array: array
-
-
-def _add_scores(
-    partial: Partial,
-    scores: Float[Array, "*X Q Rk"],
-    value: Float[Array, "*X Rk V"],
-    kept: Callable[[Array], Array],
-    weighting: Weighting,
-) -> Partial:
-    maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.unit)  # [*X, Q]
-    shift = shift_of(maximum)
-    weights = jnp.exp(scores * weighting.unit - shift[..., None])
-    decay = jnp.exp(partial.maximum - shift)
-    denominator = partial.denominator * decay + weights.sum(axis=-1)
-    added = _multiply("...qj,...jv->...qv", kept(weights).astype(value.dtype), value, weighting, weights.dtype)
-    numerator = partial.numerator * decay[..., None] + added
-    return Partial(maximum, denominator, numerator)
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Array, "I B C K G Rq"]]:
@@ -244,16 +232,17 @@ def _tile_gradients(
 ) -> tuple[Float[Array, "*X Q H"], Float[Array, "*X H Rk"], Float[Array, "*X V Rk"]]:
     query, out_grad, lse, delta = queries
     key, value = keys
-    scores, dtype = _scores(query, key, weighting), lse.dtype
+    multiply = _product(weighting, query, key, value)
+    scores = weighting.scores(multiply("...qh,...jh->...qj", query, key))
     weights = jnp.exp(hide(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
-    weights_grad = kept(_multiply("...qv,...jv->...qj", out_grad, value, weighting, dtype))
+    weights_grad = kept(multiply("...qv,...jv->...qj", out_grad, value))
     # dx; its factor `scale` is left to the sums.
     logits_grad = weights * (weights_grad - delta[..., None])
     if weighting.logits_soft_cap is not None:
         logits_grad *= 1 - scores**2
     logits_grad = logits_grad.astype(jnp.result_type(query, key))
     weights = kept(weights).astype(out_grad.dtype)
-    value_grad = _multiply("...qv,...qj->...vj", out_grad, weights, weighting, dtype)
-    key_grad = _multiply("...qh,...qj->...hj", query, logits_grad, weighting, dtype)
-    query_grad = _multiply("...qj,...jh->...qh", logits_grad, key, weighting, dtype)
+    value_grad = multiply("...qv,...qj->...vj", out_grad, weights)
+    key_grad = multiply("...qh,...qj->...hj", query, logits_grad)
+    query_grad = multiply("...qj,...jh->...qh", logits_grad, key)
     return query_grad, key_grad, value_grad

@@ -6,7 +6,6 @@ what is independent of it: a permute behind a loop can meet one inside of it, an
 platforms order collectives themselves, and are to overlap them as they like.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,16 +35,15 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
     return jax.lax.platform_dependent(arrays, earlier, **ways, default=lambda arrays, _: arrays)
 
 
-def scan(step: Callable[[Any, Any], tuple[Any, None]], carry: Any, numbers: Array, in_pairs: bool) -> Any:
-    """Returns what the steps of a loop make of its carry, for each of the numbers; `in_pairs` two steps are one trip.
+def unroll(numbers: Array, in_pairs: bool) -> int:
+    """Returns how many steps of a loop, one for each of the numbers, are one trip: two where `in_pairs`.
 
     Between the kernels for TPUs XLA would else copy what a trip receives, before the next one sends it. On GPUs, and
     between tiles of its own, such trips take more memory, and on GPUs their permutes do not overlap. At least two trips
     remain, so that it stays a loop: unrolled whole, XLA would merge the backward's permutes with the forward's, and
     keep every shard alive in between.
     """
-    carry, _ = jax.lax.scan(step, carry, numbers, unroll=2 if in_pairs and len(numbers) >= 4 else 1)
-    return carry
+    return 2 if in_pairs and len(numbers) >= 4 else 1
 
 
 def behind(arrays: Any, computed: Any) -> Any:

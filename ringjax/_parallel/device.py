@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.implementation import IMPLEMENTATIONS
+from ringjax._kernels.meeting import Noise
 from ringjax._kernels.softmax import accumulation_dtype, merge
 from ringjax._mesh.axes import vary, varying_axes
 from ringjax._mesh.order import after, zeros_behind
+from ringjax._parallel.combine import Gradients, Outputs, combine
 from ringjax._parallel.plan import Plan
-from ringjax._parallel.shard import Shard, add_gradients, add_results
 
 
 class Context(NamedTuple):
@@ -63,9 +64,11 @@ def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: 
     results: Any = []
     for part in plan.parts:
         earlier = results[-1] if results else None
-        shard = _enter(part, arrays[:1], arrays[1:], context, batch_shape, heads, earlier)
+        tokens = queries, _, _ = _enter(part, arrays[:1], arrays[1:], context, earlier)
         is_final = len(plan.parts) == 1
-        out, lse = add_results(part, shard, dtype, earlier, is_final)
+        zeros = lambda width, query=queries[0]: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], width))
+        kind = Outputs(part, *_of_heads(part, context, batch_shape, heads), (is_final,))
+        out, lse = combine(kind, tokens, (zeros(value.shape[-1]), zeros(1) - jnp.inf), earlier)
         if is_final:  # then nothing is added to it: it travels, and is returned, as the caller has it
             out = out.astype(query.dtype)
         results.append(_leave(part, (out, lse), (), arrays, (0.0, -jnp.inf)))
@@ -112,11 +115,13 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
             arrays[0],
             {schedule.implementation: residuals[schedule.implementation] for schedule in part.schedules},
         )
-        shard = _enter(part, queries, arrays[1:], context, batch_shape, heads, earlier)
+        tokens = (own, _), keys, _ = _enter(part, queries, arrays[1:], context, earlier)
         # A gradient that nothing is added to travels in the dtype of the caller's array.
         is_final, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
         are_final = is_final, *2 * [is_final and num_copies == 1]
-        of_part = add_gradients(part, shard, zero, earlier, are_final)
+        kind = Gradients(part, *_of_heads(part, context, batch_shape, heads), are_final)
+        total = tuple(jnp.zeros_like(array, zero.dtype) + zero for array in (own, *keys))
+        of_part = combine(kind, tokens, total, earlier)
         narrow = lambda grad, array, is_final: grad.astype(array.dtype) if is_final else grad
         of_query, *of_keys = map(narrow, of_part, arrays, are_final)
         earlier = _leave(part, (of_query,), tuple(of_keys), arrays, (0.0, 0.0, 0.0))
@@ -130,23 +135,25 @@ def _enter(
     queries: tuple[Any, ...],
     keys: tuple[Array, ...],
     context: Context,
-    batch_shape: tuple[Any, ...],
-    num_heads: int,
     earlier: Any,
-) -> Shard:
-    """Returns what a device computes with in a part of the plan, after the exchange of tokens for heads."""
+) -> tuple[tuple[Any, ...], tuple[Array, ...], tuple[Array | None, ...]]:
+    """Returns the queries, the keys and the documents of a part of the plan, after the exchange of tokens for heads."""
     exchange, documents = part.exchange, context.documents
     if exchange.size > 1:
-        if rows := part.rows_exchanged(num_heads):
+        if rows := part.rows_exchanged(queries[0].shape[2]):
             of_queries, of_keys = rows
             queries, keys = jax.tree.map(of_queries.take, queries), jax.tree.map(of_keys.take, keys)
         documents = exchange.gather(after(documents, earlier))
         spread = jax.tree.map(exchange.spread_keys, keys)
         leaves, tree = jax.tree.flatten(after((queries, spread), (documents, earlier)))
         queries, keys = tree.unflatten(exchange.to_heads(leaves))
+    return queries, keys, documents
+
+
+def _of_heads(part: Plan, context: Context, batch_shape: tuple[Any, ...], num_heads: int) -> tuple[Noise | None, int]:
+    """Returns what the dropout of a member is drawn from, and how many query heads share a key/value head."""
     num_heads //= part.ulysses_size
-    noise = part.noise(context.seed, batch_shape, num_heads)
-    return Shard(queries, keys, documents, noise, num_heads // part.local_heads)
+    return part.noise(context.seed, batch_shape, num_heads), num_heads // part.local_heads
 
 
 def _leave(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._kernels.meeting import Meeting, Tiles
-from ringjax._mesh.order import after, scan
+from ringjax._mesh.order import after, unroll
 from ringjax._parallel.layout import Layout, Operand, Task
 from ringjax._schedule.schedule import Leg
 
@@ -29,13 +29,13 @@ class Addends(NamedTuple):
 
 def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
-    schedule, implementation, plan = task.schedule, task.implementation, task.plan
+    schedule, implementation = task.schedule, task.implementation
     queries = task.take_swapped(task.queries)
     own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
 
-    def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any = 0, direction: int = 1) -> Any:
+    def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
         meeting = _meet(task, own, implementation.see_keys(task.slots(operand, keys, hops, direction)), hops, direction)
-        return implementation.forward(queries.arrays, keys.arrays, meeting, plan.weighting, partial)
+        return implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
     with_halos = [leg for leg in schedule.key_legs if leg.halo]
@@ -44,29 +44,25 @@ def forward(task: Task) -> Any:
     partial = task.start(queries, keys)
     rotating = [leg for leg in schedule.key_legs if leg.rotations]
     if not rotating:
-        partial = attend(partial, task.keys, keys)
-    for number, leg in enumerate(rotating):  # the first begins with a shard's own keys
-        earlier = partial if number else [halo.arrays for halo in halos]
-        partial = _attend_around(task, leg, after(keys, earlier), attend, partial, first_hop=min(number, 1))
+        partial = attend(partial, task.keys, keys, 0, 1)
+    for number, leg in enumerate(rotating):
+        hop = functools.partial(task.ways.hop, hops=leg.direction)
+
+        def hop_and_attend(carry: Any, hops: Array, leg: Leg = leg, hop: Any = hop) -> tuple[Any, None]:
+            keys, partial = carry
+            arriving = hop(keys)
+            return (arriving, attend(partial, task.keys, keys, hops, leg.direction)), None
+
+        arriving = after(keys, partial if number else [halo.arrays for halo in halos])
+        first_hop = min(number, 1)  # the first leg begins with a shard's own keys
+        carry = hop(arriving) if first_hop else arriving, partial
+        hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
+        (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=unroll(hops, schedule.traits.copies_rows))
+        partial = attend(partial, task.keys, last, leg.rotations, leg.direction)
     for leg, halo in zip(with_halos, halos, strict=True):
         tiles, partial = halo.behind(partial)
         partial = attend(partial, halo.operand, tiles, leg.rotations + 1, leg.direction)
     return partial
-
-
-def _attend_around(task: Task, leg: Leg, keys: Tiles, attend: Callable[..., Any], partial: Any, first_hop: int) -> Any:
-    """Attends to the keys that come by in the rotations of a leg, from their hop number `first_hop` on."""
-    hop = functools.partial(task.ways.hop, hops=leg.direction)
-
-    def hop_and_attend(carry: Any, hops: Array) -> tuple[Any, None]:
-        keys, partial = carry
-        arriving = hop(keys)
-        return (arriving, attend(partial, task.keys, keys, hops, leg.direction)), None
-
-    carry = hop(keys) if first_hop else keys, partial
-    hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
-    keys, partial = scan(hop_and_attend, carry, hops, task.schedule.traits.copies_rows)
-    return attend(partial, task.keys, keys, leg.rotations, leg.direction)
 
 
 def backward(task: Task) -> Addends:
@@ -219,7 +215,8 @@ def _rotate(
             # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
             arriving, grad = jax.lax.optimization_barrier((arriving, grad))
         carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
-        arrays, grad, resident_grad = scan(rotate_and_visit, carry, hops, task.schedule.traits.copies_rows)
+        num_steps = unroll(hops, task.schedule.traits.copies_rows)
+        (arrays, grad, resident_grad), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
         addend, resident_grad = visit(resident_grad, operand, arrays, size)
         grad = _add(rotate(grad, direction), addend)
     return rotate(grad, -direction * size), resident_grad

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from ringjax._mesh.axes import Axes, cut_of_batch
 from ringjax._parallel.device import Backward, Context, device_backward, device_forward
 from ringjax._parallel.plan import Plan
-from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.promotion import own_promotion
 
 
 # The rule stands outside shard_map: its residuals are the arguments and the results, sharded as the caller has them.
@@ -28,50 +28,54 @@ def ring_attention(
     plan: Plan,
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
     """Computes the output and the lse of attention over all shards, as the plan says."""
-    return _map(device_forward, "qkk" + Context.KINDS, "qq", (query, key, value, *context), plan)
+    with _one_trace():
+        return _map(device_forward, "qkk" + Context.KINDS, "qq", (query, key, value, *context), plan)
 
 
-def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
-    """Maps a function over devices. The same map is traced once."""
-    # JAX traces the function that has a rule, and then the rule's forward, for which it sets a mesh without axes where
-    # none is set. Such a mesh is set for both here: else they would be two traces.
-    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        return _map_once(function, inputs, outputs, arrays, plan)
+def _one_trace() -> Any:
+    """Lets the same map be traced once.
+
+    JAX traces the function that has a rule, and then the rule's forward, for which it sets a mesh without axes where
+    none is set. Such a mesh is set for both here: else they would be two traces.
+    """
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
 
 @functools.partial(jax.jit, static_argnames=("function", "inputs", "outputs", "plan"), inline=True)
-def _map_once(
-    function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan
-) -> Any:
+def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
     """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
 
     With an offset for each instance it is an ordinary vmap instead.
     """
-
-    def run(plan: Plan, *arrays: Array | None) -> Any:
-        mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
-        if plan.elsewhere is None:
-            return mapped(*arrays)
-        elsewhere = functools.partial(run, dataclasses.replace(plan, schedules=plan.elsewhere, elsewhere=None))
-        names = (plan.implementation(schedule).platform for schedule in plan.schedules)
-        ways = {name: mapped for name in names if name is not None}
-        return jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
-
-    folded = jax.custom_batching.custom_vmap(functools.partial(run, plan))
+    over_devices = _over_devices(function, inputs, outputs, plan)
+    folded = jax.custom_batching.custom_vmap(over_devices)
 
     @folded.def_vmap
     def _(size: int, is_batched: Any, *arrays: Array | None) -> Any:
         cuts = (cut_of_batch(array) for array, has in zip(arrays, is_batched, strict=True) if array is not None and has)
         cut = next(filter(None, cuts), ())
         if Context(*is_batched[-len(Context._fields) :]).query_offset:
-            results = _vmap_offsets(functools.partial(run, plan), is_batched, arrays, cut)
+            results = _vmap_offsets(over_devices, is_batched, arrays, cut)
         else:
             folded_plan = plan.with_batch(cut or plan.placement.idle_axes(size))
             spread = functools.partial(_spread, size, folded_plan)
-            results = _map(function, inputs, outputs, tuple(map(spread, inputs, arrays, is_batched)), folded_plan)
+            with _one_trace():
+                results = _map(function, inputs, outputs, tuple(map(spread, inputs, arrays, is_batched)), folded_plan)
         return results, jax.tree.map(lambda _: True, results)
 
     return folded(*arrays)
+
+
+def _over_devices(function: Callable[..., Any], inputs: str, outputs: str, plan: Plan) -> Callable[..., Any]:
+    """Returns the function of whole arrays; where only lowering tells the platform, one for each."""
+    mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
+    if plan.elsewhere is None:
+        return mapped
+    plan_elsewhere = dataclasses.replace(plan, schedules=plan.elsewhere, elsewhere=None)
+    elsewhere = _over_devices(function, inputs, outputs, plan_elsewhere)
+    names = (plan.implementation(schedule).platform for schedule in plan.schedules)
+    ways = {name: mapped for name in names if name is not None}
+    return lambda *arrays: jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
 
 
 def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: Any) -> Array | None:
@@ -115,7 +119,7 @@ def _with_infinity(kept_lse: Array) -> Array:
     return jnp.where(kept_lse == _lowest(kept_lse), -jnp.inf, kept_lse)
 
 
-@with_own_promotion
+@own_promotion()
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     query, key, value, context, out, kept_lse = residuals
     lse = _with_infinity(kept_lse)
@@ -144,7 +148,8 @@ def naming_the_reference() -> Iterator[None]:
 # Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _backward(given: Backward, context: Context, plan: Plan) -> tuple[Array, Array, Array]:
-    return _map(device_backward, Backward.KINDS + Context.KINDS, "qkk", (*given, *context), plan)
+    with _one_trace():
+        return _map(device_backward, Backward.KINDS + Context.KINDS, "qkk", (*given, *context), plan)
 
 
 def _no_second_derivative(*_: Any) -> Any:

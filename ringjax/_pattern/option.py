@@ -7,10 +7,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _T = TypeVar("_T")
 _WIDTH = 120  # of docstrings
 
@@ -33,57 +31,54 @@ def types_of(table: Any) -> dict[str, Any]:
     return {name: hint.__origin__ for name, hint in inspect.get_annotations(table).items()}
 
 
-def read_options(table: Any, given: Mapping[str, Any]) -> Any:
+def read_options(table: Any, given: Mapping[str, Any], remedies: Mapping[str, str], of: str) -> Any:
     """Returns all options of a table as attributes: those that are given, each checked, and the defaults.
+
+    Args:
+      table: the TypedDict of the options.
+      given: the keywords of a call.
+      remedies: of names that other libraries give to arguments, what serves in their place.
+      of: what has the options, for errors.
 
     Raises:
       TypeError, ValueError: naming the option, its value and the remedy.
     """
     options = options_of(table)
     for name, value in given.items():
+        if name not in options:
+            raise TypeError(f"{of} has no argument {name!r}: {_remedy(name, remedies, options)}")
         options[name].check(name, value)
     return SimpleNamespace(**{name: given.get(name, option.default) for name, option in options.items()})
 
 
-def taking(
-    table: Any, remedies: Mapping[str, str], *, in_full: bool = False
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Returns a decorator for a function that has the keywords of a table: its signature and docstring name them.
+def _remedy(name: str, remedies: Mapping[str, str], known: Iterable[str]) -> str:
+    """Returns what to say in place of a name that is unknown."""
+    if name in remedies:
+        return remedies[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(known))}"
+
+
+def taking(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
+    """Returns a decorator for a function with the keywords of a table: its signature and docstring name them.
 
     Args:
       table: the TypedDict of the options.
-      remedies: of names that other libraries give to arguments, what serves in their place.
       in_full: whether the docstring has the sentences of all options, see `documented`.
     """
-    options, types = options_of(table), types_of(table)
+    types = types_of(table)
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=types[name])
+        for name, one in options_of(table).items()
+    ]
 
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(function)
-        own = {name: one for name, one in signature.parameters.items() if one.kind != one.VAR_KEYWORD}
-        keywords = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=types[name])
-            for name, one in options.items()
-        ]
-        known = {*own, *options}
-
-        @functools.wraps(function)
-        def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for name in kwargs.keys() - known:
-                raise TypeError(f"{function.__qualname__} has no argument {name!r}{_remedy(name, remedies, known)}")
-            return function(*args, **kwargs)
-
-        cast(Any, wrapped).__signature__ = signature.replace(parameters=[*own.values(), *keywords])
-        return documented(table, in_full=in_full)(wrapped)
+    def decorate(function: _T) -> _T:
+        signature = inspect.signature(cast(Any, function))
+        own = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
+        cast(Any, function).__signature__ = signature.replace(parameters=[*own, *keywords])
+        return documented(table, in_full=in_full)(function)
 
     return decorate
-
-
-def _remedy(name: str, remedies: Mapping[str, str], known: Iterable[str]) -> str:
-    """Returns what to say in place of a name that is unknown, as the end of a sentence."""
-    if name in remedies:
-        return f": {remedies[name]}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f": did you mean {near[0]!r}?" if near else f": it takes {', '.join(sorted(known))}"
 
 
 def documented(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:

@@ -12,7 +12,7 @@ from ringjax._pattern.arguments import check_arrays, read_seed
 from ringjax._pattern.option import read_options, taking
 from ringjax._pattern.options import AllReferenceOptions, ReferenceOptions, pattern_of
 from ringjax._pattern.other_names import OF_FUNCTION
-from ringjax._pattern.promotion import with_own_promotion
+from ringjax._pattern.promotion import own_promotion
 
 
 @overload
@@ -28,8 +28,8 @@ def dilated_attention_reference(
     return_residual: Literal[False] = False,
     **options: Unpack[ReferenceOptions],
 ) -> Array: ...
-@with_own_promotion
-@taking(AllReferenceOptions, OF_FUNCTION)
+@own_promotion()
+@taking(AllReferenceOptions)
 def dilated_attention_reference(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K H"],
@@ -63,7 +63,7 @@ def dilated_attention_reference(
       >>> dilated_attention_reference(q, k, v, segment_lengths=(3,), dilation_rates=(1,)).shape
       (1, 6, 2, 4)
     """
-    asked = read_options(AllReferenceOptions, options)
+    asked = read_options(AllReferenceOptions, options, OF_FUNCTION, "dilated_attention_reference")
     pattern, query_offset = pattern_of(asked), asked.query_offset
     if isinstance(query_offset, jax.Array):
         raise TypeError("query_offset is an array: the reference takes an integer, known when the call is traced")

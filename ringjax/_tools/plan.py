@@ -30,7 +30,7 @@ class PlanOptions(ChoiceOptions, KernelOptions, total=False):
     """The options of `plan`; `features` are what few implementations serve."""
 
 
-@taking(PlanOptions, OF_MAKING)
+@taking(PlanOptions)
 def plan(
     pattern: DilatedPattern | Sequence[Branch] | None = None,
     *,
@@ -86,7 +86,7 @@ def plan(
       >>> plan([Segments(2**20)], num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=8).best.strategy
       'all_to_all'
     """
-    asked = read_options(PlanOptions, options)
+    asked = read_options(PlanOptions, options, OF_MAKING, "plan")
     asked.pattern = pattern
     pattern = pattern_of(asked)
     if isinstance(features, str):

@@ -1,0 +1,218 @@
+"""The combination of branches: the results of each, of the rows that it keeps, become a total of all tokens.
+
+B batch, n tokens of the shard, N heads, query or key/value heads: a total is a tuple of tokens [B, n, N, D].
+
+On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep, and the
+results of the first are put in place. The dense branches of a fused kernel are added all at once, in one pass over the
+tokens. Kernels for TPUs begin with the total, and write where it was: a branch has no results beside it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ringjax._kernels.meeting import Noise
+from ringjax._kernels.softmax import add_shares, find_shares
+from ringjax._mesh.order import behind
+from ringjax._parallel import gather, ring
+from ringjax._parallel.layout import Layout, Operand, Task, operand_of_keys
+from ringjax._parallel.plan import Plan
+from ringjax._schedule.schedule import in_order_of_sums
+
+Total = tuple[Array, ...]
+Strategies = dict[str, Callable[[Task], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The outputs and the lse of queries, as a total of branches.
+
+    Args:
+      part: the branches, of which the same tokens are exchanged.
+      noise: what dropout is drawn from.
+      groups: the query heads of each key/value head.
+      are_final: for each array whether nothing is added to that of the part.
+    """
+
+    part: Plan
+    noise: Noise | None
+    groups: int
+    are_final: Sequence[bool]
+
+    identity: ClassVar[tuple[float, ...]] = 0.0, -jnp.inf
+    by_strategy: ClassVar[Strategies] = {"ring": ring.forward, "all_gather": gather.forward}
+
+    def layouts(self, layout: Layout) -> tuple[Layout, ...]:
+        """Returns the layouts of the arrays of a total, given that of queries."""
+        return layout, layout
+
+    def dtypes(self, arrays: Any, total: Total) -> list[Any]:
+        """Returns the dtypes of results that nothing is added to: they are put in place, not summed."""
+        (query,), *_ = arrays
+        return [query.dtype if self._is_only(0) else total[0].dtype, total[1].dtype]
+
+    def task(self, layout: Layout, arrays: Any, total: Total, earlier: Any, before: Total | None = None) -> Task:
+        """Returns a branch on the tokens.
+
+        It sends only after the arrays `earlier` have arrived. If it adds to the total itself, `before` are its rows.
+        """
+        del total
+        (query,), (key, value), documents = arrays
+        queries = Operand(layout, (query,), documents[0], lambda query: query)
+        keys = operand_of_keys(layout, key, value, documents[1])
+        return Task(queries, keys, self._noise(layout), self.part, earlier, self._is_only(0), before=before)
+
+    def finish(self, task: Task, found: Any) -> Any:
+        """Returns the results of a branch where its rows are kept, given what was found where they are computed."""
+        implementation = task.implementation
+        out, lse = implementation.finish(found)
+        out, lse = task.ways.swap_back((*task.narrow([out], task.queries.tokens), lse))
+        return out, jnp.expand_dims(lse, implementation.width_axis)
+
+    def put(self, layout: Layout, total: Total, results: Total) -> Total:
+        """Puts the results of a branch among tokens that have none."""
+        return tuple(map(layout.put, total, results))
+
+    def add(self, layout: Layout, total: Total, results: Total) -> Total:
+        """Adds the results of a branch to those of others."""
+        return self.put(layout, total, self.merge([tuple(map(layout.take, total)), results]))
+
+    def merge(self, totals: list[Total]) -> Total:
+        """Returns the total of several; an lse has the width one, wherever that is."""
+        outs, lses = zip(*totals, strict=True)
+        shares, lse = find_shares(lses)
+        return add_shares(outs, shares), lse
+
+    def _is_only(self, number: int) -> bool:
+        """Whether nothing is added to an array of the only branch."""
+        return self.are_final[number] and len(self.part.schedules) == 1
+
+    def _noise(self, layout: Layout) -> Noise | None:
+        noise = self.noise
+        return noise if noise is None else noise._replace(head=layout.rows.heads.of_heads(noise.head))
+
+
+class Gradients(Outputs):
+    """The gradients of queries, keys and values, as a total of branches."""
+
+    identity: ClassVar[tuple[float, ...]] = 0.0, 0.0, 0.0
+    by_strategy: ClassVar[Strategies] = {"ring": ring.backward, "all_gather": gather.backward}
+
+    def layouts(self, layout: Layout) -> tuple[Layout, ...]:
+        """Returns the layouts of the arrays of a total, given that of queries."""
+        return layout, layout.of_keys(), layout.of_keys()
+
+    def dtypes(self, arrays: Any, total: Total) -> list[Any]:
+        """Returns the dtypes of results that nothing is added to."""
+        (query, _), keys, _ = arrays
+        of_each = enumerate(zip((query, *keys), total, strict=True))
+        return [array.dtype if self._is_only(number) else one.dtype for number, (array, one) in of_each]
+
+    def task(self, layout: Layout, arrays: Any, total: Total, earlier: Any, before: Total | None = None) -> Task:
+        """Returns a branch on the tokens, with all that its implementation needs of queries; see `Outputs`."""
+        (query, residuals), (key, value), documents = arrays
+        tokens = query, *residuals[layout.rows.schedule.implementation]
+        queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries)
+        keys = operand_of_keys(layout, key, value, documents[1])
+        return Task(queries, keys, self._noise(layout), self.part, earlier, self._is_only(1), total, before)
+
+    def finish(self, task: Task, found: ring.Addends) -> ring.Addends:
+        """Returns what a branch adds where its rows are kept."""
+        if found.query is None:
+            return found
+        query_grad = found.query.astype(task.queries.tokens[0].dtype) if self._is_only(0) else found.query
+        return found._replace(query=task.ways.swap_back(query_grad))
+
+    def put(self, layout: Layout, total: Total, results: Any) -> Total:
+        """Puts what a branch adds among tokens that have nothing."""
+        *tiles, parts = results
+        of_each = zip(self.layouts(layout), total, tiles, strict=True)
+        grads = [grad if addend is None else one.put(grad, addend) for one, grad, addend in of_each]
+        return self._add_parts(grads, parts)
+
+    def add(self, layout: Layout, total: Total, results: Any) -> Total:
+        """Adds what a branch adds, one sum after the other: a compiler that makes one pass of all has each twice."""
+        *tiles, parts = results
+        grads = list(total)
+        for number, (one, addend) in enumerate(zip(self.layouts(layout), tiles, strict=True)):
+            if addend is not None:
+                grads[number] = one.put(grads[number], behind(addend, grads[:number]), jnp.add)
+        return self._add_parts(grads, parts)
+
+    def merge(self, totals: list[Total]) -> Total:
+        """Returns the sum of several."""
+        return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), totals)
+
+    def _add_parts(self, grads: list[Array], parts: Any) -> Total:
+        for number, layout, rows in parts:
+            grads[number] = layout.put_rows(grads[number], rows, jnp.add)
+        return tuple(grads)
+
+
+def combine(kind: Outputs, arrays: Any, total: Total, earlier: Any = None) -> Total:
+    """Returns the total of all branches of a part, each sending after the one before it.
+
+    Args:
+      kind: what is computed of each branch, and how it is added.
+      arrays: the tokens of queries and of keys, and their documents.
+      total: arrays of the identity.
+      earlier: what the first branch that sends waits for.
+    """
+    fused, is_first = [], True
+    for number, schedule in enumerate(in_order_of_sums(kind.part.schedules)):
+        layout = Layout(kind.part.rows(schedule), kind.part.implementation(schedule), kind.groups)
+        waits_for = None if schedule.is_local else earlier
+        if schedule.traits.are_added_at_once and schedule.is_dense:
+            task = kind.task(layout, arrays, total, waits_for)
+            results = kind.finish(task, kind.by_strategy[schedule.strategy](task))
+            fused.append((layout, results))
+        else:
+            if schedule.traits.copies_rows and number:
+                # Else a compiler begins several branches, and has the copies of all of them at once.
+                arrays = behind(arrays, total)
+            place = functools.partial(_place, kind, is_first=is_first, earlier=waits_for)
+            side = layout.rows.side
+            if side.num_groups > 1 and not layout.rows.already_taken:
+                dtypes = kind.dtypes(arrays, total) if is_first else [array.dtype for array in total]
+                place = functools.partial(_group_by_group, place, dtypes)
+            results = total = place(layout, arrays, total)
+            is_first = False
+        earlier = earlier if schedule.is_local else results
+    totals = [] if is_first else [total]
+    for layout, results in fused:
+        of_each = zip(kind.layouts(layout), results, total, kind.identity, strict=False)
+        totals.append(tuple(one.spread(tiles, tokens.shape[2], fill) for one, tiles, tokens, fill in of_each))
+    return totals[0] if len(totals) == 1 else kind.merge(totals)
+
+
+def _place(kind: Outputs, layout: Layout, arrays: Any, total: Total, *, is_first: bool, earlier: Any) -> Total:
+    """Returns the total with the results of a branch: where it continues sums, it begins with these itself."""
+    before = None
+    if not is_first and layout.rows.schedule.continues:
+        before = tuple(one.take(array) for one, array in zip(kind.layouts(layout), total, strict=True))
+    task = kind.task(layout, arrays, total, earlier, before)
+    results = kind.finish(task, kind.by_strategy[task.schedule.strategy](task))
+    return (kind.put if is_first or before is not None else kind.add)(layout, total, results)
+
+
+def _group_by_group(place: Any, dtypes: Sequence[Any], layout: Layout, arrays: Any, total: Total) -> Total:
+    """Does so group by group, so that only the rows of one group are copied, for a total of these dtypes."""
+    side = layout.rows.side
+    size = side.shard_length // side.num_groups
+
+    def place_group(group: Any, total: Total) -> Total:
+        cut = lambda array: jax.lax.dynamic_slice_in_dim(array, group * size, size, axis=1)
+
+        def paste(array: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), group * size, axis=1)
+
+        of_group = layout._replace(rows=layout.rows.of_group(group))
+        return jax.tree.map(paste, total, place(of_group, jax.tree.map(cut, arrays), jax.tree.map(cut, total)))
+
+    total = tuple(array.astype(dtype) for array, dtype in zip(total, dtypes, strict=True))
+    return jax.lax.fori_loop(0, side.num_groups, place_group, total)
