@@ -187,13 +187,14 @@ def rows_of(chip: str, program: str, found: dict[str, Any]) -> list[dict[str, An
 def steps_of(schedule: Any, pattern: DilatedPattern, stays: int) -> int:
     """Returns how many steps a kernel takes in a schedule, for one head; no mask cuts a tile in them."""
     shape, mosaic = jax.ShapeDtypeStruct((1, schedule.queries.length, 1, WIDTH), jnp.bfloat16), MosaicTpu()
-    schedule = mosaic.prepare(Request(shape, shape, shape, "tpu"), schedule)
+    schedule, _ = mosaic.serve(Request(shape, shape, shape, "tpu"), schedule)
     rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
     slots = Slots(rows, rows.shard[None], False)
 
     @jax.jit
     def list_steps() -> TileList:
-        visits = make_mask(Meeting(schedule, mosaic.see_queries(slots), mosaic.see_keys(slots))).visits
+        of_keys = slots._replace(rows=slots.rows.of_keys())
+        visits = make_mask(Meeting(schedule, mosaic.see(slots), mosaic.see(of_keys))).visits
         return list_tiles(visits if stays == 0 else visits.transposed(), STEP_ROWS // 512)
 
     steps = list_steps()

@@ -205,7 +205,7 @@ def emulated_ring() -> Rows:
             own = {"mosaic": "mosaic_gpu"}.get(name, name)
             implementation = IMPLEMENTATIONS[own]
             request = Request(arrays[0], arrays[1], arrays[2], "cuda")
-            schedule = dataclasses.replace(implementation.prepare(request, made), implementation=own)
+            schedule = dataclasses.replace(implementation.serve(request, made)[0], implementation=own)
             rows_of = lambda array, shard, is_query, schedule=schedule, implementation=implementation: _computed_rows(
                 array, schedule, shard, implementation, is_query
             )
@@ -239,7 +239,8 @@ def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implement
         partial = implementation.start(query, Keys(*chunks[0][1:3]))
         for step in range(schedule.num_shards):
             source = schedule.source(shard, step)
-            sides = implementation.see_queries(slots(shard)), implementation.see_keys(slots(source))
+            of_keys = slots(source)._replace(rows=slots(source).rows.of_keys())
+            sides = implementation.see(slots(shard)), implementation.see(of_keys)
             keys, meeting = Keys(*chunks[source][1:]), Meeting(schedule, *sides, hops=step)
             partial = implementation.forward(query, keys, meeting, weighting, partial)
         return implementation.finish(partial)

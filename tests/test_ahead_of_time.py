@@ -36,7 +36,6 @@ from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
 from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_lines, loop_permutes
 from ringjax import DilatedPattern, Segments, Window, make_mesh, plan, ring_dilated_attention
-from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.mosaic import FIRST_JAX
 from ringjax._pattern.warning import warning_anew
 from ringjax._schedule.make import make_schedule
@@ -217,8 +216,9 @@ def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gr
     pattern = DilatedPattern([Segments(length)])
     schedule = functools.partial(make_schedule, pattern, length, count, kv_heads, is_causal=True)
     branches = schedules_with(lambda size: schedule(ulysses_size=size), ("all_to_all",), (1, 2, 4, 8), "all")
-    traits = IMPLEMENTATIONS[implementation].traits
-    branches = tuple(dataclasses.replace(one, implementation=implementation, traits=traits) for one in branches)
+    # The backward of cuDNN reads the output and its cotangent, and the lse; others read delta in place of the output.
+    size = 2 * 2 * WIDTH + 4 if implementation == "cudnn" else None
+    branches = tuple(dataclasses.replace(one, implementation=implementation, residual_bytes=size) for one in branches)
     work = Work(pattern, kv_heads, 1, heads, WIDTH, WIDTH, itemsize=2)
     stated = sum(
         message.num_bytes * message.times

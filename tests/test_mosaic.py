@@ -178,7 +178,7 @@ def test_groups_of_segments_equal_oracle(name, monkeypatch):
     arguments = {"length": 128, "is_causal": True, **GROUPS[name]}
     made = make_schedule(DilatedPattern(arguments["pattern"]), 128, 2, 2)
     request = Request(*make_arrays(**arguments)[:3], "tpu")
-    groups = [MosaicTpu().prepare(request, schedule).queries.num_groups for schedule in made if schedule.is_local]
+    groups = [MosaicTpu().serve(request, schedule)[0].queries.num_groups for schedule in made if schedule.is_local]
     assert min(groups) >= 2
     check(make_arrays(**arguments), make_mesh(AxisType.Explicit, seq=2), **arguments)
 
@@ -282,12 +282,12 @@ def test_no_step_is_in_vain(pattern, documents):
     (schedule,) = make_schedule(pattern, length, 1, 1, True)
     mosaic = MosaicTpu()
     shape = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16)
-    schedule = mosaic.prepare(Request(shape, shape, shape, "tpu"), schedule)
+    schedule, _ = mosaic.serve(Request(shape, shape, shape, "tpu"), schedule)
 
     def list_steps():
         rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
         slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
-        mask = make_mask(Meeting(schedule, mosaic.see_queries(slots), mosaic.see_keys(slots)))
+        mask = make_mask(Meeting(schedule, mosaic.see(slots), mosaic.see(slots._replace(rows=slots.rows.of_keys()))))
         parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
         return mask.queries, mask.keys, mask.visits.meets, list_tiles(mask.visits, parts).length
 
@@ -385,7 +385,7 @@ def test_what_it_cannot_serve(dtype, more, words):
     array = jax.ShapeDtypeStruct((1, 256, 2, arguments.pop("width")), dtype)
     request = Request(array, array, array, **arguments)
     (schedule,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    assert re.search(words, MosaicTpu().obstacle(request, schedule))
+    assert re.search(words, MosaicTpu().serve(request, schedule)[1])
 
 
 @pytest.mark.parametrize(
@@ -394,9 +394,9 @@ def test_what_it_cannot_serve(dtype, more, words):
 def test_heads_that_fill_no_whole_registers_have_rows_last(widths, name):
     query, value = (jax.ShapeDtypeStruct((1, 256, 2, width), jnp.bfloat16) for width in widths)
     (schedule,) = make_schedule(DilatedPattern([Segments(256)]), 256, 1, 2)
-    reason = NarrowMosaicTpu().obstacle(Request(query, query, value, "tpu"), schedule)
+    reason = NarrowMosaicTpu().serve(Request(query, query, value, "tpu"), schedule)[1]
     assert (reason is None) == (name == "narrow")
-    assert MosaicTpu().obstacle(Request(query, query, value, "tpu"), schedule) is None
+    assert MosaicTpu().serve(Request(query, query, value, "tpu"), schedule)[1] is None
 
 
 def test_a_named_implementation_that_cannot_serve_is_an_error():

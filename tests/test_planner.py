@@ -466,7 +466,7 @@ def test_kernels_for_gpus_are_taken_where_they_serve(monkeypatch):
     size = {"num_tokens": 8192, "num_heads": 8, "head_dim": 64, "mesh": 8, "dtype": "float32"}
     planned = lambda device: " ".join(str(plan([Segments(1000)], **size, device=device)).split())
     assert "not mosaic: of GPUs it runs on H100, H200, H800, H20, GH200, and the devices are 'A100'" in planned("A100")
-    monkeypatch.setattr(MosaicGpu, "obstacle", lambda *_: None)
+    monkeypatch.setattr(MosaicGpu, "_obstacle", lambda *_: None)
     assert "Segments(length=1000, rate=1): mosaic (not cudnn: it computes in bfloat16" in planned("H100")
 
 

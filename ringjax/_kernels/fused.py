@@ -20,7 +20,6 @@ from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, swi
 from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype, merge
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
-from ringjax._schedule.traits import Traits
 
 # The most spans that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that of
 # the rows twice for each.
@@ -71,16 +70,14 @@ class Fused(KernelImplementation):
 
     slots_axis = 1
     platform = "cuda"
-    traits = Traits(are_added_at_once=True, rounds_gradients=True, takes_output=True)
+    addition = "at once"
 
-    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
+    def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
+        """Returns the schedule in whole chunks, and why the kernel cannot serve that."""
+        schedule = schedule.in_whole_chunks()
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
         reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(schedule, _has_documents(request)))
-        return reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
-
-    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
-        del request
-        return schedule.in_whole_chunks()
+        return schedule, reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
         """Puts chunks beside batches."""
@@ -90,13 +87,9 @@ class Fused(KernelImplementation):
     def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
         return rearrange(tiles, "(B C) R N D -> B (C R) N D", C=side.num_chunks)
 
-    def see_queries(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
-        """Returns what is seen of queries."""
+    def see(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
+        """Returns what is seen of queries, or of keys."""
         del noise
-        return see(slots)
-
-    def see_keys(self, slots: Slots) -> ChunkView:
-        """Returns what is seen of keys."""
         return see(slots)
 
     def forward(

@@ -1,7 +1,11 @@
 """Which implementation computes each branch: the one that is named, or the first of a preference that can."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
 
 from ringjax._kernels import cudnn
 from ringjax._kernels.fused import Fused
@@ -91,8 +95,7 @@ def _choose(schedule: BranchSchedule, name: str | None, request: Request) -> tup
     """Returns the schedule with its implementation, and why that cannot serve if none can."""
     prepared, reason = schedule, None
     for own in preference(request) if name is None else _of_platform(NAMES[name], request.platform):
-        prepared = _prepare(request, schedule, own)
-        reason = IMPLEMENTATIONS[own].obstacle(request, prepared)
+        prepared, reason = _serve(request, schedule, own)
         if reason is None:
             break
     return prepared, reason
@@ -103,13 +106,25 @@ def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: IMPLEMENTATIONS[name].platform == platform))
 
 
-def _prepare(request: Request, schedule: BranchSchedule, name: str) -> BranchSchedule:
+def _serve(request: Request, schedule: BranchSchedule, name: str) -> tuple[BranchSchedule, str | None]:
     own = IMPLEMENTATIONS[name]
-    return dataclasses.replace(own.prepare(request, schedule), implementation=name, traits=own.traits)
+    prepared, reason = own.serve(request, schedule)
+    dtypes = tuple(array.dtype for array in (request.query, request.key, request.value))
+    size = _residual_bytes(own, dtypes, request.value.shape[-1], request.needs_lse)
+    return dataclasses.replace(prepared, implementation=name, addition=own.addition, residual_bytes=size), reason
+
+
+@functools.lru_cache
+def _residual_bytes(implementation: Implementation, dtypes: Any, value_width: int, needs_lse: bool) -> int:
+    """Returns the bytes of what the backward needs of a row of one query head, beside itself."""
+    out = jax.ShapeDtypeStruct((1, 1, value_width), dtypes[0])
+    lse = jax.ShapeDtypeStruct((1, 1), functools.reduce(jnp.promote_types, dtypes, jnp.float32))
+    found = jax.eval_shape(implementation.residuals, out, lse, out, lse if needs_lse else None)
+    return sum(array.size * array.dtype.itemsize for array in found)
 
 
 def _obstacle(request: Request, schedule: BranchSchedule, name: str) -> str | None:
-    return IMPLEMENTATIONS[name].obstacle(request, _prepare(request, schedule, name))
+    return IMPLEMENTATIONS[name].serve(request, schedule)[1]
 
 
 def _warn_of_untried(schedules: Schedules, request: Request) -> None:
@@ -128,11 +143,9 @@ def _warn_of_untried(schedules: Schedules, request: Request) -> None:
 def _warn_of_axes(schedules: Schedules, request: Request) -> None:
     """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
     for name in preference(request):
-        implementation = IMPLEMENTATIONS[name]
         for schedule in schedules:
-            prepared = _prepare(request, schedule, name)
-            if implementation.obstacle(request._replace(unmapped=()), prepared) is None:
-                reason = implementation.obstacle(request, prepared)
+            if _obstacle(request._replace(unmapped=()), schedule, name) is None:
+                reason = _obstacle(request, schedule, name)
                 if reason is not None:
                     warn(f"attention is computed without a fused kernel: {reason}")
                 return

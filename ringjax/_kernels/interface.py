@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Shaped
 from ringjax._kernels.meeting import Meeting, Noise, Slots
 from ringjax._kernels.softmax import Keys, Queries, Weighting, residuals
 from ringjax._kernels.strides import Strides
-from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.schedule import Addition, BranchSchedule
 from ringjax._schedule.side import Side
-from ringjax._schedule.traits import Traits
 
 
 class Request(NamedTuple):
@@ -66,21 +65,16 @@ class Implementation(abc.ABC):
     """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
 
     Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
-    the axis of their slots, and that of the width of each.
+    the axis of their slots.
     """
 
-    slots_axis: int  # along which the slots of a shard follow each other, where they are laid out
-    width_axis: int = -1
+    slots_axis: int  # along which the slots of a shard follow each other; the width is last, or before slots that are
     platform: str | None  # the one that it runs on, as jax names it; None for any
-    traits: Traits  # what others may know of it
+    addition: Addition = "one by one"  # how results of branches are added
 
     @abc.abstractmethod
-    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
-        """Returns why it cannot serve a request in a branch, None where it can."""
-
-    @abc.abstractmethod
-    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
-        """Returns the schedule in tiles of its own."""
+    def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
+        """Returns the schedule of a branch in tiles of its own, and why it cannot serve that, None where it can."""
 
     @property
     def strides(self) -> Strides:
@@ -96,23 +90,15 @@ class Implementation(abc.ABC):
         """Undoes `lay_out`."""
 
     @abc.abstractmethod
-    def see_queries(self, slots: Slots, noise: Noise | None = None) -> Any:
-        """Returns what it sees of slots of queries, whose dropout is drawn from `noise`."""
+    def see(self, slots: Slots, noise: Noise | None = None) -> Any:
+        """Returns what it sees of slots of queries, whose dropout is drawn from `noise`, or of keys."""
 
     @abc.abstractmethod
-    def see_keys(self, slots: Slots) -> Any:
-        """Returns what it sees of slots of keys."""
+    def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Any:
+        """Returns the softmax of nothing, or the one that has the results `before`, laid out as `finish` returns them.
 
-    @abc.abstractmethod
-    def start(self, query: Array, keys: Keys) -> Any:
-        """Returns the softmax of nothing."""
-
-    def resume(self, out: Array, lse: Array) -> Any:
-        """Returns the softmax under way that has these results, laid out, as `finish` returns them.
-
-        Only of an implementation that adds to sums is it asked for.
+        Only an implementation that adds in place is given any.
         """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Any) -> Any:
@@ -135,11 +121,7 @@ class Implementation(abc.ABC):
     def make_queries(self, *arrays: Array) -> Any:
         """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
         query, out_grad, *narrow = arrays
-        return Queries(query, out_grad, *map(self.numbers, narrow))
-
-    def numbers(self, tiles: Array) -> Array:
-        """Returns the numbers in rows that are laid out, one in each: they have no width."""
-        return jax.lax.index_in_dim(tiles, 0, self.width_axis, keepdims=False)
+        return Queries(query, out_grad, *(numbers_of(array, self.slots_axis) for array in narrow))
 
     @abc.abstractmethod
     def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
@@ -155,3 +137,13 @@ class Implementation(abc.ABC):
     @abc.abstractmethod
     def finish_gradients(self, grads: Any, weighting: Weighting) -> tuple[Array, Array, Array]:
         """Returns the gradients of queries, keys and values, laid out as these are."""
+
+
+def width_axis(slots_axis: int) -> int:
+    """Returns the axis of the width of rows that are laid out."""
+    return -2 if slots_axis == -1 else -1
+
+
+def numbers_of(tiles: Array, slots_axis: int) -> Array:
+    """Returns the numbers in rows that are laid out, one in each: they have no width."""
+    return jax.lax.index_in_dim(tiles, 0, width_axis(slots_axis), keepdims=False)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ringjax._kernels.interface import Implementation
+from ringjax._kernels.interface import Implementation, numbers_of, width_axis
 from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype
 
 
@@ -27,13 +27,16 @@ class KernelGradients(NamedTuple):
 class KernelImplementation(Implementation):
     """An implementation whose kernels divide, scale and take logarithms themselves: nothing is left to finish."""
 
-    def start(self, query: Float[Array, "*rows H"], keys: Keys) -> KernelPartial:
-        row, shape = jnp.zeros_like(self.numbers(query), accumulation_dtype(query, *keys)), list(query.shape)
-        shape[self.width_axis] = keys.value.shape[self.width_axis]
+    def start(
+        self, query: Float[Array, "*rows H"], keys: Keys, before: tuple[Array, ...] | None = None
+    ) -> KernelPartial:
+        if before is not None:
+            out, lse = before
+            return KernelPartial(out, numbers_of(lse, self.slots_axis))
+        row = jnp.zeros_like(numbers_of(query, self.slots_axis), accumulation_dtype(query, *keys))
+        shape, axis = list(query.shape), width_axis(self.slots_axis)
+        shape[axis] = keys.value.shape[axis]
         return KernelPartial(jnp.zeros_like(row, shape=tuple(shape)), row - jnp.inf)
-
-    def resume(self, out: Array, lse: Array) -> KernelPartial:
-        return KernelPartial(out, self.numbers(lse))
 
     def finish(self, partial: KernelPartial) -> tuple[Array, Array]:
         return partial.out, partial.lse

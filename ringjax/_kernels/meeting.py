@@ -69,6 +69,11 @@ class Slots(NamedTuple):
         """The side of the branch that they are of."""
         return self.rows.side
 
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether they are of keys."""
+        return self.rows.is_of_keys
+
     def outlined(self) -> "Slots":
         """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
         return self._replace(rows=self.rows.of_classes())

@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Shaped
 
 from ringjax._kernels.hopper import ptxas
-from ringjax._kernels.interface import Request
+from ringjax._kernels.interface import Request, width_axis
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.mask import EMPTY, outline_keys, outline_queries
 from ringjax._kernels.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
@@ -26,7 +26,6 @@ from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.strides import Strides
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
-from ringjax._schedule.traits import Traits
 
 LANES = 128  # rows of tiles are multiples of these
 # The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
@@ -66,7 +65,6 @@ class Mosaic(KernelImplementation):
 
     interpret: Any = False
 
-    traits = Traits()
     dtypes: ClassVar[tuple[str, str]]  # those that it computes in
     order: ClassVar[str]  # of dimensions, rows along the `slots_axis`
     width_multiple: ClassVar[int] = 1  # of which heads are made
@@ -84,8 +82,14 @@ class Mosaic(KernelImplementation):
     def tile_rows(self, request: Request) -> tuple[int, int]:
         """Returns the most rows of tiles of queries and of keys."""
 
-    def obstacle(self, request: Request, schedule: BranchSchedule) -> str | None:
-        del schedule
+    def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
+        """Returns the schedule with whole chunks, one after the other, and why the kernels cannot serve that."""
+        # Masks tell positions: the order of a balanced shard's halves does not matter to them.
+        whole = schedule.in_whole_chunks()
+        schedule = dataclasses.replace(whole, tile_rows=self.tile_rows(request), sorts_halves=False)
+        return schedule, self._obstacle(request)
+
+    def _obstacle(self, request: Request) -> str | None:
         if not self.interpret and (reason := self.obstacle_of_hardware(request)):
             return reason
         if request.query.dtype not in self.dtypes:
@@ -93,13 +97,6 @@ class Mosaic(KernelImplementation):
         if request.precision not in _PRECISIONS:
             return f"it computes products at the default precision or the highest, and precision={request.precision!r}"
         return request.obstacle_to_kernels()
-
-    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
-        """Returns the schedule with whole chunks, one after the other, and the rows of tiles."""
-        # Masks tell positions: the order of a balanced shard's halves does not matter to them.
-        whole = schedule.in_whole_chunks()
-        schedule = dataclasses.replace(whole, tile_rows=self.tile_rows(request), sorts_halves=False)
-        return schedule.in_groups(GROUP_TOKENS) if self.traits.copies_rows else schedule
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
         """Puts heads where the kernels have them."""
@@ -110,13 +107,11 @@ class Mosaic(KernelImplementation):
         del side
         return rearrange(tiles, f"{self.order} -> B m N D")
 
-    def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
-        """Returns the masks of tiles of queries."""
-        mask = self._tile(mask_queries(self._unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
-        return View(mask, outline_queries(mask, 1), slots.documents is not None)
-
-    def see_keys(self, slots: Slots) -> View:
-        """Returns the masks of tiles of keys."""
+    def see(self, slots: Slots, noise: Noise | None = None) -> View:
+        """Returns the masks of tiles of queries, or of keys."""
+        if not slots.is_of_keys:
+            mask = self._tile(mask_queries(self._unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
+            return View(mask, outline_queries(mask, 1), slots.documents is not None)
         mask = mask_keys(self._unfold(slots), are_chunks_apart=False)
         # True for all slots that do not say otherwise: `_tile` adds rows with False.
         is_key = jnp.ones_like(mask.position, bool)
@@ -189,11 +184,12 @@ class Mosaic(KernelImplementation):
         """Adds rows of zeros, as many as masks of tiles have, and to heads the width that kernels want."""
         ends = _ends(array, self.slots_axis, of_mask.shape[0] * of_mask.shape[-1])
         if array.ndim == 4:
-            ends[self.width_axis] = 0, -array.shape[self.width_axis] % self.width_multiple
+            axis = width_axis(self.slots_axis)
+            ends[axis] = 0, -array.shape[axis] % self.width_multiple
         return jnp.pad(array, ends)
 
     def _cut(self, array: Array, length: int, like: Array | None = None) -> Array:
-        rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis), self.width_axis
+        rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis), width_axis(self.slots_axis)
         return rows if like is None else jax.lax.slice_in_dim(rows, 0, like.shape[axis], axis=axis)
 
     # Kernels have the numbers of rows by heads, [B, N, T].
@@ -210,8 +206,8 @@ class MosaicTpu(Mosaic):
 
     # A TPU's registers have the last two dimensions.
     order, slots_axis = "B N m D", 2
-    traits = Traits(copies_rows=True, adds_to_sums=True)
     platform = "tpu"
+    addition = "in place"
     dtypes = "bfloat16", "float32"
 
     @property
@@ -235,6 +231,11 @@ class MosaicTpu(Mosaic):
             )
         return None
 
+    def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
+        """Returns the schedule also in groups of segments, of which one at a time is copied."""
+        schedule, reason = super().serve(request, schedule)
+        return schedule.in_groups(GROUP_TOKENS), reason
+
     def tile_rows(self, request: Request) -> tuple[int, int]:
         """Returns the most rows of tiles of queries and of keys."""
         if request.block_size is not None:
@@ -249,7 +250,7 @@ class NarrowMosaicTpu(MosaicTpu):
     A TPU pads the last dimension of an array to 128: it would have heads of 64 twice, in memory and on their way.
     """
 
-    order, slots_axis, width_axis = "B N D m", -1, -2
+    order, slots_axis = "B N D m", -1
 
     @property
     def strides(self) -> Strides:
@@ -276,7 +277,7 @@ class MosaicGpu(Mosaic):
 
     # Rows stay where they are: a GPU copies those of one head from among all.
     order, slots_axis = "B m N D", 1
-    traits = Traits(are_added_at_once=True)
+    addition = "at once"
     platform = "cuda"
     dtypes = "bfloat16", "float16"
     width_multiple = LINE_WIDTH

@@ -70,6 +70,7 @@ class Rows(NamedTuple):
     is_whole: bool = False
     already_taken: bool = False
     strides: Strides = Strides()
+    is_of_keys: bool = False
 
     @property
     def offset(self) -> UInt[Array | np.ndarray, "O"]:
@@ -78,7 +79,7 @@ class Rows(NamedTuple):
 
     def of_keys(self) -> "Rows":
         """Returns the rows of keys."""
-        return self._replace(side=self.schedule.keys)
+        return self._replace(side=self.schedule.keys, is_of_keys=True)
 
     def in_groups(self, groups: int) -> "Rows":
         """Returns the rows of query heads, so many for each key/value head."""

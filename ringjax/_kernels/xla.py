@@ -16,7 +16,6 @@ from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.tiles import Gradients, Partial
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
-from ringjax._schedule.traits import OF_TILES
 
 
 class Xla(Implementation):
@@ -24,14 +23,10 @@ class Xla(Implementation):
 
     slots_axis = 0
     platform = None
-    traits = OF_TILES
 
-    def obstacle(self, request: Request, schedule: BranchSchedule) -> None:
-        del request, schedule
-
-    def prepare(self, request: Request, schedule: BranchSchedule) -> BranchSchedule:
+    def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, None]:
         # To sort is a pass over the rows, and much to compile. As compiled for GPUs, programs take less memory with it.
-        return dataclasses.replace(schedule, sorts_halves=request.platform != "cpu")
+        return dataclasses.replace(schedule, sorts_halves=request.platform != "cpu"), None
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
         sizes = {"C": side.chunks_per_tile, "R": side.block_rows}
@@ -45,13 +40,11 @@ class Xla(Implementation):
             return rearrange(tiles, "I B C K R H -> B (I C R) K H")
         return rearrange(tiles, "I B C K G R H -> B (I C R) (K G) H")
 
-    def see_queries(self, slots: Slots, noise: Noise | None = None) -> View:
-        return see_queries(slots, noise)
+    def see(self, slots: Slots, noise: Noise | None = None) -> View:
+        return see_keys(slots) if slots.is_of_keys else see_queries(slots, noise)
 
-    def see_keys(self, slots: Slots) -> View:
-        return see_keys(slots)
-
-    def start(self, query: Array, keys: Keys) -> Partial:
+    def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Partial:
+        del before
         return tiles.start(query, keys)
 
     def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:

@@ -35,15 +35,23 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
     return jax.lax.platform_dependent(arrays, earlier, **ways, default=lambda arrays, _: arrays)
 
 
-def unroll(numbers: Array, in_pairs: bool) -> int:
-    """Returns how many steps of a loop, one for each of the numbers, are one trip: two where `in_pairs`.
+def unroll(numbers: Array, platform: str | None) -> int:
+    """Returns how many steps of a loop, one for each of the numbers, are one trip between kernels for a platform.
 
-    Between the kernels for TPUs XLA would else copy what a trip receives, before the next one sends it. On GPUs, and
-    between tiles of its own, such trips take more memory, and on GPUs their permutes do not overlap. At least two trips
-    remain, so that it stays a loop: unrolled whole, XLA would merge the backward's permutes with the forward's, and
-    keep every shard alive in between.
+    Between those for TPUs, with one step a trip, XLA copies what a trip receives before the next one sends it. On GPUs,
+    and between tiles of its own, two steps take more memory, and on GPUs their permutes do not overlap. At least two
+    trips remain, so that it stays a loop: unrolled whole, XLA would merge the backward's permutes with the forward's,
+    and keep every shard alive in between.
     """
-    return 2 if in_pairs and len(numbers) >= 4 else 1
+    return 2 if platform == "tpu" and len(numbers) >= 4 else 1
+
+
+def in_turn(arrays: Any, computed: Any, platform: str | None) -> Any:
+    """Returns the arrays, for kernels of a platform that come after what is `computed`.
+
+    Kernels for TPUs copy what they read: a compiler that begins several branches has the copies of all at once.
+    """
+    return behind(arrays, computed) if platform == "tpu" else arrays
 
 
 def behind(arrays: Any, computed: Any) -> Any:

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ringjax._kernels.interface import width_axis
 from ringjax._kernels.meeting import Noise
 from ringjax._kernels.softmax import add_shares, find_shares
-from ringjax._mesh.order import behind
+from ringjax._mesh.order import behind, in_turn
 from ringjax._parallel import gather, ring
 from ringjax._parallel.layout import Layout, Operand, Task, operand_of_keys
 from ringjax._parallel.plan import Plan
@@ -72,7 +73,7 @@ class Outputs:
         implementation = task.implementation
         out, lse = implementation.finish(found)
         out, lse = task.ways.swap_back((*task.narrow([out], task.queries.tokens), lse))
-        return out, jnp.expand_dims(lse, implementation.width_axis)
+        return out, jnp.expand_dims(lse, width_axis(implementation.slots_axis))
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
         """Puts the results of a branch among tokens that have none."""
@@ -167,14 +168,12 @@ def combine(kind: Outputs, arrays: Any, total: Total, earlier: Any = None) -> To
     for number, schedule in enumerate(in_order_of_sums(kind.part.schedules)):
         layout = Layout(kind.part.rows(schedule), kind.part.implementation(schedule), kind.groups)
         waits_for = None if schedule.is_local else earlier
-        if schedule.traits.are_added_at_once and schedule.is_dense:
+        if schedule.addition == "at once" and schedule.is_dense:
             task = kind.task(layout, arrays, total, waits_for)
             results = kind.finish(task, kind.by_strategy[schedule.strategy](task))
             fused.append((layout, results))
         else:
-            if schedule.traits.copies_rows and number:
-                # Else a compiler begins several branches, and has the copies of all of them at once.
-                arrays = behind(arrays, total)
+            arrays = in_turn(arrays, total, layout.implementation.platform) if number else arrays
             place = functools.partial(_place, kind, is_first=is_first, earlier=waits_for)
             side = layout.rows.side
             if side.num_groups > 1 and not layout.rows.already_taken:

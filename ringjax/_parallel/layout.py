@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from ringjax._kernels.interface import Implementation
+from ringjax._kernels.interface import Implementation, numbers_of
 from ringjax._kernels.meeting import Meeting, Noise, Slots, Tiles
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
         """Lays the documents of rows out: these are by key/value heads on both sides."""
-        return self.implementation.numbers(self._replace(groups=None).lay_out(documents))
+        return numbers_of(self._replace(groups=None).lay_out(documents), self.implementation.slots_axis)
 
     def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
         """Undoes `lay_out`."""
@@ -165,9 +165,7 @@ class Task(NamedTuple):
 
     def start(self, queries: Tiles, keys: Tiles) -> Any:
         """Returns the softmax under way to which the branch adds."""
-        if self.before is not None:
-            return self.implementation.resume(*self.before)
-        return self.implementation.start(queries.arrays, keys.arrays)
+        return self.implementation.start(queries.arrays, keys.arrays, self.before)
 
     def before_of(self, *names: str) -> dict[str, Array]:
         """Returns the gradients to which the branch adds its own, by the names of what they are of: some of these."""

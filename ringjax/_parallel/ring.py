@@ -31,10 +31,10 @@ def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
     schedule, implementation = task.schedule, task.implementation
     queries = task.take_swapped(task.queries)
-    own = implementation.see_queries(task.slots(task.queries, queries), task.noise)
+    own = implementation.see(task.slots(task.queries, queries), task.noise)
 
     def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
-        meeting = _meet(task, own, implementation.see_keys(task.slots(operand, keys, hops, direction)), hops, direction)
+        meeting = _meet(task, own, implementation.see(task.slots(operand, keys, hops, direction)), hops, direction)
         return implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
@@ -57,7 +57,7 @@ def forward(task: Task) -> Any:
         first_hop = min(number, 1)  # the first leg begins with a shard's own keys
         carry = hop(arriving) if first_hop else arriving, partial
         hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
-        (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=unroll(hops, schedule.traits.copies_rows))
+        (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=unroll(hops, implementation.platform))
         partial = attend(partial, task.keys, last, leg.rotations, leg.direction)
     for leg, halo in zip(with_halos, halos, strict=True):
         tiles, partial = halo.behind(partial)
@@ -69,8 +69,8 @@ def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries and of its keys."""
     schedule, implementation, plan = task.schedule, task.implementation, task.plan
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
-    see_queries = lambda *where: implementation.see_queries(task.slots(*where), task.noise)
-    see_keys = lambda *where: implementation.see_keys(task.slots(*where))
+    see_queries = lambda *where: implementation.see(task.slots(*where), task.noise)
+    see_keys = lambda *where: implementation.see(task.slots(*where))
     of_earlier = task.before_of("query", "key", "value")
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **of_earlier)
     own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
@@ -215,7 +215,7 @@ def _rotate(
             # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
             arriving, grad = jax.lax.optimization_barrier((arriving, grad))
         carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
-        num_steps = unroll(hops, task.schedule.traits.copies_rows)
+        num_steps = unroll(hops, task.implementation.platform)
         (arrays, grad, resident_grad), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
         addend, resident_grad = visit(resident_grad, operand, arrays, size)
         grad = _add(rotate(grad, direction), addend)

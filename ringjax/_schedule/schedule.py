@@ -12,7 +12,10 @@ import numpy as np
 
 from ringjax._pattern.branch import Branch, remainder
 from ringjax._schedule.side import Side
-from ringjax._schedule.traits import OF_TILES, Traits
+
+# How the results of branches are added: to their rows one by one, of dense branches all in one pass over tokens, or by
+# kernels that begin with the sums of earlier branches, which costs no more than to begin with nothing.
+Addition = Literal["one by one", "at once", "in place"]
 
 
 class Leg(NamedTuple):
@@ -62,7 +65,9 @@ class BranchSchedule:
     In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
     `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
     exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them,
-    and its `traits` how. Where `queries_travel`, the backward sends queries on their ways, not keys.
+    and `addition` how its results are added to those of other branches, see `Addition`. The backward needs
+    `residual_bytes` of each query head's row beside the query; None where tiles compute. Where `queries_travel`, the
+    backward sends queries on their ways, not keys.
     Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
     queries and of keys, where tiles do not end with chunks.
     """
@@ -83,7 +88,8 @@ class BranchSchedule:
     sorts_halves: bool = True
     strategy: str = "ring"
     implementation: str = "xla"
-    traits: Traits = OF_TILES
+    addition: Addition = "one by one"
+    residual_bytes: int | None = None
     tile_rows: tuple[int, int] | None = None
 
     @property
@@ -218,7 +224,7 @@ class BranchSchedule:
     def continues(self) -> bool:
         """Whether it adds to sums of earlier branches in place: its rows are all tokens, in the order of these."""
         are_in_order = self.queries.chunks != "residues" and not self.is_balanced
-        return self.traits.adds_to_sums and self.branch.keeps_all and are_in_order
+        return self.addition == "in place" and self.branch.keeps_all and are_in_order
 
     def partner(self, shard: Any) -> Any:
         """Returns the shard with which a shard swaps the second half of its slots."""

@@ -124,8 +124,8 @@ class Work:
 
     def _residual_bytes(self, schedule: BranchSchedule) -> int:
         """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
-        if schedule.traits.takes_output:
-            return 2 * self.value_width * self.itemsize + (1 + self.needs_lse) * self.sum_itemsize
+        if schedule.residual_bytes is not None:
+            return schedule.residual_bytes
         return self.value_width * self.itemsize + 2 * self.sum_itemsize
 
     def residual_bytes(self, schedules: Iterable[BranchSchedule]) -> int:

@@ -171,7 +171,7 @@ def _operations(work: Work, schedule: BranchSchedule, direction: Direction) -> i
 def _computed(work: Work, schedule: BranchSchedule) -> int:
     """The pairs that are computed, over batch and heads."""
     count = (
-        num_tile_pairs(schedule, work.offsets(schedule)) if schedule.traits.takes_whole_tiles else _kept(work, schedule)
+        num_tile_pairs(schedule, work.offsets(schedule)) if schedule.implementation == "xla" else _kept(work, schedule)
     )
     return _num_heads(work, schedule) * count
 

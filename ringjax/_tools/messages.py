@@ -114,7 +114,8 @@ def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final:
     queries, keys = (one.queries.chunk_rows, one.keys.chunk_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
-    is_rounded = len(schedules) == 1 and schedules[0].is_local and schedules[0].traits.rounds_gradients
+    # Gradients of one kernel of cuDNN travel as it gives them, rounded.
+    is_rounded = len(schedules) == 1 and schedules[0].is_local and schedules[0].implementation == "cudnn"
     are_keys_last = is_rounded or not work.repeats_heads(size)
     result, grad = (item if is_final and is_last else sums for is_last in (True, are_keys_last))
     has_lse = has_gradient or work.needs_lse or not is_final or work.has_order
