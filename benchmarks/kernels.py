@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
+from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
 from ringjax._kernels.interface import Request
-from ringjax._kernels.meeting import Meeting, Slots, make_mask
 from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
 from ringjax._kernels.softmax import Weighting
 from ringjax._kernels.tile_list import WHOLE, TileList, list_tiles
@@ -194,7 +194,7 @@ def steps_of(schedule: Any, pattern: DilatedPattern, stays: int) -> int:
     @jax.jit
     def list_steps() -> TileList:
         of_keys = slots._replace(rows=slots.rows.of_keys())
-        visits = make_mask(Meeting(schedule, mosaic.see(slots), mosaic.see(of_keys))).visits
+        visits = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys))).visits
         return list_tiles(visits if stays == 0 else visits.transposed(), STEP_ROWS // 512)
 
     steps = list_steps()

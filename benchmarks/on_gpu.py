@@ -37,11 +37,11 @@ import numpy as np
 
 import ringjax
 from benchmarks.timing import table
-from ringjax._kernels import rows as meeting_rows
+from ringjax._kernels import rows as own_rows
+from ringjax._kernels.attention_step import AttentionStep, Slots
 from ringjax._kernels.hopper import chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
-from ringjax._kernels.meeting import Meeting, Slots
 from ringjax._kernels.softmax import Keys, Weighting
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.schedule import BranchSchedule
@@ -229,20 +229,20 @@ def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, imple
 
 
 def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
-    heads = meeting_rows.BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
+    heads = own_rows.BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
     slots = lambda holder: Slots(
-        meeting_rows.Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True
+        own_rows.Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True
     )
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
         partial = implementation.start(query, Keys(*chunks[0][1:3]))
-        for step in range(schedule.num_shards):
-            source = schedule.source(shard, step)
+        for hops in range(schedule.num_shards):
+            source = schedule.source(shard, hops)
             of_keys = slots(source)._replace(rows=slots(source).rows.of_keys())
             sides = implementation.see(slots(shard)), implementation.see(of_keys)
-            keys, meeting = Keys(*chunks[source][1:]), Meeting(schedule, *sides, hops=step)
-            partial = implementation.forward(query, keys, meeting, weighting, partial)
+            keys, step = Keys(*chunks[source][1:]), AttentionStep(schedule, *sides, hops=hops)
+            partial = implementation.forward(query, keys, step, weighting, partial)
         return implementation.finish(partial)
 
     compiled = jax.jit(attend)

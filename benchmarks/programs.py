@@ -12,7 +12,7 @@ from ringjax._tools.hlo import arrays_in, computations, groups_of
 def loop_permutes(text: str) -> list[bool]:
     """Returns for each permute inside a loop of a scheduled program whether blocks are computed between start and end.
 
-    Blocks are computed by loops, or by kernels, which stand in a conditional where the case of a meeting is data. What
+    Blocks are computed by loops, or by kernels, which stand in a conditional where the case of a step is data. What
     is small is hidden by sums as well, of arrays so much larger that memory takes longer for them than links for it.
     """
     lines_of = computations(text)

@@ -16,7 +16,7 @@ from oracle import make_mesh
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels.meeting import Meeting, Slots, make_mask, see_keys, see_queries
+from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask, see_keys, see_queries
 from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._parallel import rule
@@ -310,7 +310,7 @@ def test_masked_blocks_are_skipped():
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
         rows = Plan(pattern, branches, 1, Weighting(1.0), Placement()).rows(branches[0])
         slots = Slots(rows, rows.shard[None], False)
-        visits = make_mask(Meeting(slots.schedule, see_queries(slots), see_keys(slots))).visits
+        visits = make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).visits
         counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)

@@ -17,10 +17,10 @@ from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_refer
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._kernels import mosaic
+from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
 from ringjax._kernels.mask import Visits
-from ringjax._kernels.meeting import Meeting, Slots, make_mask
 from ringjax._kernels.mosaic import MosaicTpu, NarrowMosaicTpu, _tiles
 from ringjax._kernels.softmax import Weighting
 from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
@@ -287,7 +287,8 @@ def test_no_step_is_in_vain(pattern, documents):
     def list_steps():
         rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
         slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
-        mask = make_mask(Meeting(schedule, mosaic.see(slots), mosaic.see(slots._replace(rows=slots.rows.of_keys()))))
+        of_keys = slots._replace(rows=slots.rows.of_keys())
+        mask = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys)))
         parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
         return mask.queries, mask.keys, mask.visits.meets, list_tiles(mask.visits, parts).length
 

@@ -43,7 +43,7 @@ def tokens_of(schedule: BranchSchedule, side: Side, shard: int, offset: int, is_
     return np.where(is_row, token, -1)
 
 
-def meetings(schedule: BranchSchedule, shard: int, legs: tuple[Leg, ...], side: Side):
+def steps(schedule: BranchSchedule, shard: int, legs: tuple[Leg, ...], side: Side):
     """The shards and the sides of what comes to a shard, itself first."""
     yield shard, side
     for leg in legs:
@@ -68,7 +68,7 @@ def computed_pairs(schedule: BranchSchedule, offset: int, length: int, do_querie
     resident = schedule.keys if do_queries_travel else schedule.queries
     for shard in range(schedule.num_shards):
         own = tokens_of(schedule, resident, shard, offset)
-        for source, side in meetings(schedule, shard, legs, moving):
+        for source, side in steps(schedule, shard, legs, moving):
             sides = own, tokens_of(schedule, side, source, offset)
             for queries, keys in zip(*(sides[::-1] if do_queries_travel else sides), strict=True):
                 pairs = np.nonzero(held_pairs(schedule, queries, keys, offset))
@@ -248,7 +248,7 @@ def test_a_causal_window_is_the_same_work_on_all_devices_but_the_first(window):
         assert set(queries.ravel() // shard_length) == {shard}
         came = [
             tokens_of(schedule, side, source, 0)
-            for source, side in meetings(schedule, shard, schedule.key_legs, schedule.keys)
+            for source, side in steps(schedule, shard, schedule.key_legs, schedule.keys)
         ]
         pairs.append(
             sum(held_pairs(schedule, t, s, 0).sum() for keys in came for t, s in zip(queries, keys, strict=True))
@@ -272,7 +272,7 @@ def met_pairs(schedule: BranchSchedule, shard: int, offsets: tuple[int, ...]) ->
     low = np.where(queries >= 0, first, queries.max() + 1).min(axis=(3, 4))[..., None]
     high = np.where(queries >= 0, last, -1).max(axis=(3, 4))[..., None]
     total = 0
-    for source, side in meetings(schedule, shard, schedule.key_legs, schedule.keys):
+    for source, side in steps(schedule, shard, schedule.key_legs, schedule.keys):
         keys = tiles(side, source)
         most = keys.max(axis=(3, 4))[:, :, None]
         least = np.where(keys >= 0, keys, most[..., None, None].max() + 1).min(axis=(3, 4))[:, :, None]

@@ -1,1 +1,1 @@
-"""The implementations, each of which computes the meetings of rows in its own way."""
+"""The implementations, each of which computes the steps of rows in its own way."""

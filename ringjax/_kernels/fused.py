@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
+from ringjax._kernels.attention_step import AttentionStep, Noise, Slots
 from ringjax._kernels.interface import Request
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
-from ringjax._kernels.meeting import Meeting, Noise, Slots
 from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
 from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype, merge
 from ringjax._schedule.schedule import BranchSchedule
@@ -96,7 +96,7 @@ class Fused(KernelImplementation):
         self,
         query: Float[Array, "B Rq N H"],
         keys: Keys,
-        meeting: Meeting,
+        step: AttentionStep,
         weighting: Weighting,
         partial: KernelPartial,
     ) -> KernelPartial:
@@ -125,11 +125,11 @@ class Fused(KernelImplementation):
             out, lse = merge(*zip(*(found or [nothing]), strict=True))
             return out.astype(query.dtype), lse
 
-        out, lse = switch(meeting, attend_all, query, keys)
-        if not meeting.is_only:
+        out, lse = switch(step, attend_all, query, keys)
+        if not step.is_only:
             return KernelPartial(*merge((partial.out, out), (partial.lse, lse)))
         # To merge with nothing is one more pass over the output, a tenth of a short window's time.
-        return KernelPartial(out.astype(query.dtype if meeting.is_final else partial.out.dtype), lse)
+        return KernelPartial(out.astype(query.dtype if step.is_final else partial.out.dtype), lse)
 
     def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
         attends = lse > -jnp.inf
@@ -151,7 +151,7 @@ class Fused(KernelImplementation):
         )
 
     def backward(
-        self, queries: FusedQueries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+        self, queries: FusedQueries, keys: Keys, step: AttentionStep, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
 
         def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
@@ -168,7 +168,7 @@ class Fused(KernelImplementation):
             found = [differentiate(piece, queries, keys) for piece in pieces]
             return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found or [zeros])
 
-        addends = switch(meeting, differentiate_all, queries, keys)
+        addends = switch(step, differentiate_all, queries, keys)
         return KernelGradients(*map(jnp.add, grads, addends))
 
 

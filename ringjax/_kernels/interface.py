@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._kernels.meeting import Meeting, Noise, Slots
+from ringjax._kernels.attention_step import AttentionStep, Noise, Slots
 from ringjax._kernels.softmax import Keys, Queries, Weighting, residuals
 from ringjax._kernels.strides import Strides
 from ringjax._schedule.schedule import Addition, BranchSchedule
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 class Implementation(abc.ABC):
-    """Lays rows out as it wants them, adds what meetings contribute, and says what it cannot serve.
+    """Lays rows out as it wants them, adds what attention steps contribute, and says what it cannot serve.
 
     Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
     the axis of their slots.
@@ -101,7 +101,7 @@ class Implementation(abc.ABC):
         """
 
     @abc.abstractmethod
-    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Any) -> Any:
+    def forward(self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: Any) -> Any:
         """Adds the attention of queries on keys to a softmax under way."""
 
     @abc.abstractmethod
@@ -131,7 +131,7 @@ class Implementation(abc.ABC):
         """
 
     @abc.abstractmethod
-    def backward(self, queries: Any, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Any) -> Any:
+    def backward(self, queries: Any, keys: Keys, step: AttentionStep, weighting: Weighting, grads: Any) -> Any:
         """Adds what the pairs that meet contribute to sums of gradients under way."""
 
     @abc.abstractmethod

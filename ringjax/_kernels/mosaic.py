@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
+from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._kernels.hopper import ptxas
 from ringjax._kernels.interface import Request, width_axis
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.mask import EMPTY, outline_keys, outline_queries
-from ringjax._kernels.meeting import Meeting, Noise, Slots, View, make_mask, mask_keys, mask_queries
 from ringjax._kernels.operands import Given, Stats
 from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.strides import Strides
@@ -121,16 +121,16 @@ class Mosaic(KernelImplementation):
         return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
 
     def forward(
-        self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: KernelPartial
+        self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: KernelPartial
     ) -> KernelPartial:
         """Adds the attention of queries on keys to that on others, where there are any."""
-        mask, length = make_mask(meeting), query.shape[self.slots_axis]
+        mask, length = make_mask(step), query.shape[self.slots_axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (self._pad(array, of_keys) for array in keys)
         before = None
-        if not meeting.is_only:
+        if not step.is_only:
             before = self._pad(partial.out, of_queries), self._by_heads(self._pad(partial.lse, of_queries))
-        given = self._given(meeting, self._pad(query, of_queries), key, value, mask, weighting)
+        given = self._given(step, self._pad(query, of_queries), key, value, mask, weighting)
         out, lse = self.kernels.forward(given, before)
         return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_slots(lse), length))
 
@@ -142,14 +142,14 @@ class Mosaic(KernelImplementation):
         return KernelGradients(**{**dict.fromkeys(KernelGradients._fields), **given})
 
     def backward(
-        self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: KernelGradients
+        self, queries: Queries, keys: Keys, step: AttentionStep, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
-        mask, axis = make_mask(meeting), self.slots_axis
+        mask, axis = make_mask(step), self.slots_axis
         length, key_length = queries.query.shape[axis], keys.key.shape[axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = Queries(*(self._pad(array, of_queries) for array in queries))
         key, value = (self._pad(array, of_keys) for array in keys)
-        given = self._given(meeting, padded.query, key, value, mask, weighting)._replace(
+        given = self._given(step, padded.query, key, value, mask, weighting)._replace(
             out_grad=padded.out_grad.astype(padded.query.dtype),  # products are of arrays of one dtype
             stats=Stats(self._by_heads(padded.lse), self._by_heads(padded.delta)),
         )
@@ -163,9 +163,9 @@ class Mosaic(KernelImplementation):
         return KernelGradients(self._cut(query_grad, length, queries.query), *keys_grad)
 
     def _given(
-        self, meeting: Meeting, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting
+        self, step: AttentionStep, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting
     ) -> Given:
-        dtype = query.dtype if meeting.is_final else jnp.float32
+        dtype = query.dtype if step.is_final else jnp.float32
         rows_axis = self.slots_axis % query.ndim
         return Given(query, key, value, mask, weighting, rows_axis, self.interpret, dtype)
 

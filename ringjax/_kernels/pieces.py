@@ -1,4 +1,4 @@
-"""The pieces of a meeting: rows of two chunks in which kernels can tell which attend, all or by diagonals and spans.
+"""The pieces of a step: rows of two chunks in which kernels can tell which attend, all or by diagonals and spans.
 
 B batch, with the chunks in it; R rows of a chunk.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._kernels.meeting import Meeting, Slots
+from ringjax._kernels.attention_step import AttentionStep, Slots
 from ringjax._kernels.softmax import Keys
 from ringjax._kernels.spans import Labels, Span, are_apart, find_runs, find_shared
 from ringjax._pattern.branch import Window
@@ -125,22 +125,22 @@ class Piece(NamedTuple):
         return jax.lax.fori_loop(1, -(-runs.most // size), lambda i, total: join(total, of_some(i)), joined)
 
 
-def switch(meeting: Meeting, compute: Callable[..., Any], queries: Any, keys: Keys) -> Any:
-    """Computes the pieces of a meeting: where its case is known beforehand, with that case alone."""
-    schedule, batch = meeting.schedule, keys.key.shape[0]
-    views = meeting.queries.of_batch(batch), meeting.keys.of_batch(batch)
+def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys: Keys) -> Any:
+    """Computes the pieces of a step: where its case is known beforehand, with that case alone."""
+    schedule, batch = step.schedule, keys.key.shape[0]
+    views = step.queries.of_batch(batch), step.keys.of_batch(batch)
     # By the order of the shards: the same, keys that are earlier, and later ones.
     ways = list(_own_pieces(schedule, *views)), *_other_pieces(schedule, *views)
     if not schedule.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
         ways = (ways[0],) * 3
-    possible = ways if not isinstance(meeting.hops, int) else ways[1:] if meeting.hops else ways[:1]
+    possible = ways if not isinstance(step.hops, int) else ways[1:] if step.hops else ways[:1]
     cases = [way for number, way in enumerate(possible) if not any(way is other for other in possible[:number])]
     case = 0
     if len(cases) > 1:
-        way = jnp.where(meeting.keys.order < meeting.queries.order, 1, 2 * (meeting.keys.order > meeting.queries.order))
+        way = jnp.where(step.keys.order < step.queries.order, 1, 2 * (step.keys.order > step.queries.order))
         case = jnp.array([next((i for i, one in enumerate(cases) if one is way), 0) for way in ways])[way]
-    if meeting.is_new is not True:
-        case, cases = jnp.where(meeting.is_new, case, len(cases)), [*cases, []]
+    if step.is_new is not True:
+        case, cases = jnp.where(step.is_new, case, len(cases)), [*cases, []]
     if len(cases) == 1:
         return compute(cases[0], queries, keys)
     return jax.lax.switch(case, [functools.partial(compute, pieces) for pieces in cases], queries, keys)

@@ -10,8 +10,8 @@ from einops import rearrange
 from jaxtyping import Array, Shaped
 
 from ringjax._kernels import tiles
+from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, View, make_mask, see_keys, see_queries
 from ringjax._kernels.interface import Implementation, Request
-from ringjax._kernels.meeting import Meeting, Noise, Slots, View, make_mask, see_keys, see_queries
 from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.tiles import Gradients, Partial
 from ringjax._schedule.schedule import BranchSchedule
@@ -47,8 +47,8 @@ class Xla(Implementation):
         del before
         return tiles.start(query, keys)
 
-    def forward(self, query: Array, keys: Keys, meeting: Meeting, weighting: Weighting, partial: Partial) -> Partial:
-        return tiles.forward(query, keys, make_mask(meeting), weighting, partial)
+    def forward(self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: Partial) -> Partial:
+        return tiles.forward(query, keys, make_mask(step), weighting, partial)
 
     def finish(self, partial: Partial) -> tuple[Array, Array]:
         return tiles.finish(partial)
@@ -57,9 +57,9 @@ class Xla(Implementation):
         return tiles.start_gradients(queries, keys, zeros, **given)
 
     def backward(
-        self, queries: Queries, keys: Keys, meeting: Meeting, weighting: Weighting, grads: Gradients
+        self, queries: Queries, keys: Keys, step: AttentionStep, weighting: Weighting, grads: Gradients
     ) -> Gradients:
-        return tiles.backward(queries, keys, make_mask(meeting), weighting, grads)
+        return tiles.backward(queries, keys, make_mask(step), weighting, grads)
 
     def finish_gradients(self, grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
         return tiles.finish_gradients(grads, weighting)

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ringjax._kernels.attention_step import Noise
 from ringjax._kernels.interface import width_axis
-from ringjax._kernels.meeting import Noise
 from ringjax._kernels.softmax import add_shares, find_shares
 from ringjax._mesh.order import behind, in_turn
 from ringjax._parallel import gather, ring

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt
 
+from ringjax._kernels.attention_step import Noise
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._kernels.meeting import Noise
 from ringjax._kernels.softmax import accumulation_dtype, merge
 from ringjax._mesh.axes import vary, varying_axes
 from ringjax._mesh.order import after, zeros_behind

@@ -4,24 +4,24 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ringjax._kernels.meeting import Meeting, Slots, Tiles
+from ringjax._kernels.attention_step import AttentionStep, Slots, Tiles
 from ringjax._parallel.layout import Task
 from ringjax._parallel.ring import Addends
 
 
 def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
-    queries, keys, meeting = _meet(task)
+    queries, keys, step = _meet(task)
     partial = task.start(queries, keys)
-    return task.implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
+    return task.implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
 
 def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
     implementation, plan = task.implementation, task.plan
-    queries, keys, meeting = _meet(task)
+    queries, keys, step = _meet(task)
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **task.before_of("query"))
-    grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+    grads = implementation.backward(queries.arrays, keys.arrays, step, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
     key_grad, value_grad = task.ways.scatter(tuple(keys_grad))
     if task.before is not None:
@@ -29,7 +29,7 @@ def backward(task: Task) -> Addends:
     return Addends(query_grad, key_grad, value_grad)
 
 
-def _meet(task: Task) -> tuple[Tiles, Tiles, Meeting]:
+def _meet(task: Task) -> tuple[Tiles, Tiles, AttentionStep]:
     schedule, implementation = task.schedule, task.implementation
     queries, keys = task.take_swapped(task.queries), task.ways.gather(task.take(task.keys))
     rows, size = task.keys.layout.rows, schedule.gather_size

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, Tiles
 from ringjax._kernels.interface import Implementation, numbers_of
-from ringjax._kernels.meeting import Meeting, Noise, Slots, Tiles
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
 from ringjax._kernels.strides import Combine, combined_dtype
@@ -172,10 +172,10 @@ class Task(NamedTuple):
         of_each = zip(("query", "key", "value"), self.before or (), strict=False)
         return {name: array for name, array in of_each if name in names}
 
-    def meet(self, queries: Any, keys: Any, is_new: Any = True, hops: Any = 0) -> Meeting:
-        """Returns the meeting of what is seen of queries and of keys."""
+    def meet(self, queries: Any, keys: Any, is_new: Any = True, hops: Any = 0) -> AttentionStep:
+        """Returns the step of what is seen of queries and of keys."""
         continues = self.before is not None
-        return Meeting(self.schedule, queries, keys, is_new, hops, self.is_branch_final, continues)
+        return AttentionStep(self.schedule, queries, keys, is_new, hops, self.is_branch_final, continues)
 
     def zeros(self, hops: Any = 0, before: Any = ()) -> tuple[Array, ...]:
         """Returns what sums of gradients begin as after so many hops, when the arrays `before` are there.

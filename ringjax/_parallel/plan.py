@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ringjax._kernels.attention_step import Noise
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Implementation
-from ringjax._kernels.meeting import Noise
 from ringjax._kernels.rows import BranchHeads, Rows, pick
 from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.axes import Axes

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._kernels.meeting import Meeting, Tiles
+from ringjax._kernels.attention_step import AttentionStep, Tiles
 from ringjax._mesh.order import after, unroll
 from ringjax._parallel.layout import Layout, Operand, Task
 from ringjax._schedule.schedule import Leg
@@ -34,8 +34,8 @@ def forward(task: Task) -> Any:
     own = implementation.see(task.slots(task.queries, queries), task.noise)
 
     def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
-        meeting = _meet(task, own, implementation.see(task.slots(operand, keys, hops, direction)), hops, direction)
-        return implementation.forward(queries.arrays, keys.arrays, meeting, task.plan.weighting, partial)
+        step = _meet(task, own, implementation.see(task.slots(operand, keys, hops, direction)), hops, direction)
+        return implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
     with_halos = [leg for leg in schedule.key_legs if leg.halo]
@@ -81,8 +81,8 @@ def backward(task: Task) -> Addends:
         zeros, (key_grad, value_grad) = task.zeros(hops, keys_grad), keys_grad
         given = {"key": key_grad, "value": value_grad, **before}
         grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, **given)
-        meeting = _meet(task, see_queries(operand, queries, hops, direction), own, hops, direction)
-        grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+        step = _meet(task, see_queries(operand, queries, hops, direction), own, hops, direction)
+        grads = implementation.backward(queries.arrays, keys.arrays, step, plan.weighting, grads)
         return grads.query, (grads.key, grads.value)
 
     def visit_queries(
@@ -90,8 +90,8 @@ def backward(task: Task) -> Addends:
     ) -> tuple[Any, Any]:
         zeros = task.zeros(hops, (query_grad,))
         grads = implementation.start_gradients(queries.arrays, keys.arrays, zeros, query=query_grad, **before)
-        meeting = _meet(task, own, see_keys(operand, keys, hops, direction), hops, direction)
-        grads = implementation.backward(queries.arrays, keys.arrays, meeting, plan.weighting, grads)
+        step = _meet(task, own, see_keys(operand, keys, hops, direction), hops, direction)
+        grads = implementation.backward(queries.arrays, keys.arrays, step, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
     if schedule.queries_travel:
@@ -118,7 +118,7 @@ def backward(task: Task) -> Addends:
     return Addends(query, key, value, tuple(parts))
 
 
-def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Meeting:
+def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> AttentionStep:
     shard = task.queries.layout.rows.shard.astype(jnp.uint32)
     return task.meet(queries, keys, task.schedule.is_new(shard, hops, direction), hops)
 
@@ -149,7 +149,7 @@ def _travel(
 ) -> _Sent:
     """Sends an operand's rows on their ways, and returns all gradients.
 
-    `visit(resident_grad, operand, tiles, hops, direction)` computes one meeting. It returns what this contributes to
+    `visit(resident_grad, operand, tiles, hops, direction)` computes one step. It returns what this contributes to
     the gradient of the arrays that travel, and the gradient of the arrays that stay with what this adds. In a closed
     ring `visit_own` computes that of a shard's own arrays, and adds to what there is of both gradients. What a shard
     contributes to the gradient of its own arrays is not sent: so there are as many permutes of the gradient as of the

@@ -191,14 +191,14 @@ def _of_branch(
     work = call.work
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
-    num_meetings = 1 if schedule.is_gathered else 1 + max((leg.hops for leg in schedule.key_legs), default=0)
+    num_steps = 1 if schedule.is_gathered else 1 + max((leg.hops for leg in schedule.key_legs), default=0)
     products = _operations(work, schedule, direction) / machine.rate(work.itemsize)
     # The gradient takes the exponential again, and what becomes of it.
     products += (1 if direction == "forward" else 2) * _computed(work, schedule) * machine.pair_seconds
-    memory = _bytes_moved(work, schedule, num_meetings, direction) / machine.memory_bandwidth
+    memory = _bytes_moved(work, schedule, num_steps, direction) / machine.memory_bandwidth
     # Sums are read and written between products; what comes is computed with last, when it is there.
     computing = products + memory
-    total = exposed + max(computing, hidden + computing / num_meetings)
+    total = exposed + max(computing, hidden + computing / num_steps)
     return Seconds(products, memory, exposed, hidden, total)
 
 
@@ -216,8 +216,8 @@ def _links(
     return sum((machine.seconds(message, num_devices) for message in own), 0.0)
 
 
-def _bytes_moved(work: Work, schedule: BranchSchedule, num_meetings: int, direction: Direction) -> int:
-    """The bytes that memory reads and writes: operands and sums in each meeting, and rows that are taken and put."""
+def _bytes_moved(work: Work, schedule: BranchSchedule, num_steps: int, direction: Direction) -> int:
+    """The bytes that memory reads and writes: operands and sums in each step, and rows that are taken and put."""
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
     # What is gathered is written before it is read.
     gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
@@ -225,8 +225,8 @@ def _bytes_moved(work: Work, schedule: BranchSchedule, num_meetings: int, direct
     tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.ulysses_size * work.sum_itemsize
     if direction == "forward":
         sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize
-        moved = num_meetings * (queries * work.query_row(schedule) + keys * row.keys + sums)
+        moved = num_steps * (queries * work.query_row(schedule) + keys * row.keys + sums)
         return moved + 2 * tokens * work.value_width
     sums = 2 * (queries * row.query_grad + keys * row.keys_grad)
-    moved = num_meetings * (queries * row.queries + keys * row.keys + sums)
+    moved = num_steps * (queries * row.queries + keys * row.keys + sums)
     return moved + 2 * tokens * work.width

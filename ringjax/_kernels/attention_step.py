@@ -1,4 +1,4 @@
-"""The meeting of rows: which tokens are in the slots of shards, and the mask of those that attend to each other.
+"""An attention step: a shard of queries and one of keys, the tokens in their slots, and the mask between them.
 
 B batch, K key/value heads that run the branch, O those of them that are told apart, classes of heads with the same
 rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R rows (slots) of a block.
@@ -161,14 +161,14 @@ class Slots(NamedTuple):
 
 
 class View(NamedTuple):
-    """What tiles see of one side of a meeting: the mask of its rows, and the outlines of its tiles."""
+    """What tiles see of one side of a step: the mask of its rows, and the outlines of its tiles."""
 
     mask: Any
     outline: Outline
     is_by_batch: bool = False
 
 
-class Meeting(NamedTuple):
+class AttentionStep(NamedTuple):
     """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
 
     `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
@@ -213,12 +213,12 @@ def see_keys(slots: Slots) -> View:
     return View(mask, outline_keys(outlined, slots.side.num_tile_groups, is_full))
 
 
-def make_mask(meeting: Meeting) -> Mask:
+def make_mask(step: AttentionStep) -> Mask:
     """Returns which queries attend to which keys: those that they see, of their document and of no earlier branch."""
-    queries, keys = meeting.queries, meeting.keys
+    queries, keys = step.queries, step.keys
     visits = find_visits(queries.outline, keys.outline, queries.is_by_batch)
-    if meeting.is_new is not True:
-        visits = visits._replace(meets=visits.meets & meeting.is_new)
+    if step.is_new is not True:
+        visits = visits._replace(meets=visits.meets & step.is_new)
     return Mask(queries.mask, keys.mask, visits, queries.is_by_batch)
 
 
