@@ -26,10 +26,10 @@ from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
 from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
+from ringjax._kernels.block_list import FULL, BlockList, list_blocks
 from ringjax._kernels.interface import Request
 from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
 from ringjax._kernels.softmax import Weighting
-from ringjax._kernels.tile_list import WHOLE, TileList, list_tiles
 from ringjax._kernels.tpu.kernels import STEP_ROWS
 from ringjax._mesh.placement import Placement
 from ringjax._parallel.plan import Plan
@@ -192,13 +192,13 @@ def steps_of(schedule: Any, pattern: DilatedPattern, stays: int) -> int:
     slots = Slots(rows, rows.shard[None], False)
 
     @jax.jit
-    def list_steps() -> TileList:
+    def list_steps() -> BlockList:
         of_keys = slots._replace(rows=slots.rows.of_keys())
-        visits = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys))).visits
-        return list_tiles(visits if stays == 0 else visits.transposed(), STEP_ROWS // 512)
+        blocks = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys))).blocks
+        return list_blocks(blocks if stays == 0 else blocks.transposed(), STEP_ROWS // 512)
 
     steps = list_steps()
-    assert (np.asarray(steps.notes)[: int(steps.length)] & 3 == WHOLE).all()
+    assert (np.asarray(steps.notes)[: int(steps.length)] & 3 == FULL).all()
     return int(steps.length)
 
 

@@ -310,8 +310,8 @@ def test_masked_blocks_are_skipped():
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
         rows = Plan(pattern, branches, 1, Weighting(1.0), Placement()).rows(branches[0])
         slots = Slots(rows, rows.shard[None], False)
-        visits = make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).visits
-        counts[is_causal] = int(visits.meets.sum()), int(visits.is_whole.sum())
+        blocks = make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).blocks
+        counts[is_causal] = int(blocks.is_active.sum()), int(blocks.is_full.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)
 

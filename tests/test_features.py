@@ -426,41 +426,41 @@ def visits_of(documents, branches=(Segments(128),), block_size=16, shards=1, **a
     rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
     tiles = documents.reshape(documents.shape[0], -1, 1, 1, schedule.queries.block_rows).swapaxes(0, 1)
     slots = Slots(rows, rows.shard[None], False, jnp.asarray(tiles))
-    return make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).visits
+    return make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).blocks
 
 
 def test_blocks_whose_documents_do_not_meet_are_skipped():
     """In each batch for itself: of 36 tiles up to the diagonal the ones within a document are left."""
     documents = np.stack([np.arange(128) // 32, np.arange(128) // 64, np.zeros(128, int)])
-    visits = visits_of(documents)
-    assert visits.meets.sum(axis=(1, 2)).tolist() == [4 * 3, 2 * 10, 36]
-    assert visits.is_whole.sum(axis=(1, 2)).tolist() == [4 * 1, 2 * 6, 28]
-    for of_tiles in (visits.of_queries(), visits.of_keys()):  # what forward and backward see
-        assert int((of_tiles.stop - of_tiles.start).sum()) == int(visits.meets.sum())
+    blocks = visits_of(documents)
+    assert blocks.is_active.sum(axis=(1, 2)).tolist() == [4 * 3, 2 * 10, 36]
+    assert blocks.is_full.sum(axis=(1, 2)).tolist() == [4 * 1, 2 * 6, 28]
+    for of_tiles in (blocks.of_queries(), blocks.of_keys()):  # what forward and backward see
+        assert int((of_tiles.stop - of_tiles.start).sum()) == int(blocks.is_active.sum())
     # From the first to the last tile that meets, those in between that do not are left out.
     mixed = np.where(np.arange(128) // 16 % 2, 1, 2)[None]
-    _, start, stop, meets = visits_of(mixed).of_queries()
+    _, start, stop, is_active = visits_of(mixed).of_queries()
     assert (start.tolist(), stop.tolist()) == ([0, 1] + [0, 1] * 3, list(range(1, 9)))
-    assert int(meets.sum()) == 2 * 10
+    assert int(is_active.sum()) == 2 * 10
     padding = np.full((1, 128), -1)
-    assert not visits_of(padding).meets.any()
+    assert not visits_of(padding).is_active.any()
 
 
 def test_a_union_skips_what_earlier_branches_hold():
     documents = np.zeros((1, 128), int)
-    visits = visits_of(documents, (Segments(32), Segments(128)), merge="union")
+    blocks = visits_of(documents, (Segments(32), Segments(128)), merge="union")
     # Of 36 tiles up to the diagonal, the 4 * 3 within segments of 32 are left out, and no other is cut.
-    assert int(visits.meets.sum()) == int(visits.is_whole.sum()) == 36 - 12
+    assert int(blocks.is_active.sum()) == int(blocks.is_full.sum()) == 36 - 12
 
 
 def test_tiles_outside_a_window_are_not_visited():
     documents = np.zeros((1, 128), int)
-    visits = visits_of(documents, (Window(40),))
-    assert int(visits.meets.sum()) == 1 + 2 + 3 + 5 * 4  # a tile's first query sees 39 tokens before it
-    assert int(visits.is_whole.sum()) == 7  # the tile before, but not the two in which the window ends
+    blocks = visits_of(documents, (Window(40),))
+    assert int(blocks.is_active.sum()) == 1 + 2 + 3 + 5 * 4  # a tile's first query sees 39 tokens before it
+    assert int(blocks.is_full.sum()) == 7  # the tile before, but not the two in which the window ends
     # What a window has taken, segments leave out: 36 tiles up to the diagonal, but those within it as a whole.
-    visits = visits_of(documents, (Window(40), Segments(128)), merge="union")
-    assert int(visits.meets.sum()) == 36 - 8 - 7
+    blocks = visits_of(documents, (Window(40), Segments(128)), merge="union")
+    assert int(blocks.is_active.sum()) == 36 - 8 - 7
 
 
 def dropped(seed, rate=0.3, length=256, **arguments):

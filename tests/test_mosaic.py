@@ -18,12 +18,12 @@ from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_refer
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._kernels import mosaic
 from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
+from ringjax._kernels.block_list import FULL, NOTHING, PARTIAL, SOME, Step, list_blocks, passing, staying
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
-from ringjax._kernels.mask import Visits
+from ringjax._kernels.mask import BlockMask
 from ringjax._kernels.mosaic import MosaicTpu, NarrowMosaicTpu, _tiles
 from ringjax._kernels.softmax import Weighting
-from ringjax._kernels.tile_list import CUT, NOTHING, SOME, WHOLE, Step, list_tiles, passing, staying
 from ringjax._kernels.tpu import call as tpu_call
 from ringjax._kernels.tpu import kernels as tpu
 from ringjax._mesh.placement import Placement
@@ -230,7 +230,7 @@ def test_rings_whose_steps_go_in_pairs_equal_oracle(shards):
     check(arrays, make_mesh(seq=shards), pattern=[Segments(16 * shards)], is_causal=True)
 
 
-compiled_list = jax.jit(list_tiles, static_argnums=1)
+compiled_list = jax.jit(list_blocks, static_argnums=1)
 
 
 def test_rows_that_kernels_take_equal_oracle():
@@ -244,15 +244,15 @@ def test_rows_that_kernels_take_equal_oracle():
 def test_a_list_has_the_tiles_that_meet(parts, density):
     """Each in one step of its row, in order, and one step of each row without any."""
     rng = np.random.default_rng(0)
-    meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
-    found = jax.device_get(compiled_list(Visits(meets, is_whole), parts))
+    is_active, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
+    found = jax.device_get(compiled_list(BlockMask(is_active, is_whole), parts))
     expected = []
     for number, row in np.ndindex(2, 5):
-        columns = [c for c in range(8 // parts) if meets[number, row, c * parts : (c + 1) * parts].any()]
+        columns = [c for c in range(8 // parts) if is_active[number, row, c * parts : (c + 1) * parts].any()]
         for column in columns or [0]:
             at = slice(column * parts, (column + 1) * parts)
-            some, whole = meets[number, row, at], (meets & is_whole)[number, row, at]
-            case = WHOLE if whole.all() else CUT if some.all() else SOME if some.any() else NOTHING
+            some, whole = is_active[number, row, at], (is_active & is_whole)[number, row, at]
+            case = FULL if whole.all() else PARTIAL if some.all() else SOME if some.any() else NOTHING
             edges = column == (columns or [0])[0], column == (columns or [0])[-1]
             expected.append((number, row, column, case, *edges, some.tolist()))
     assert int(found.length) == len(expected)
@@ -260,7 +260,7 @@ def test_a_list_has_the_tiles_that_meet(parts, density):
         tile, step = int(found.tiles[entry]), Step(int(found.notes[entry]))
         assert (step.list, staying(tile), passing(tile), step.case) == (number, row, column, case)
         assert (step.is_first, step.is_last) == (is_first, is_last)
-        assert [bool(step.meets(part)) for part in range(parts)] == some
+        assert [bool(step.is_active(part)) for part in range(parts)] == some
 
 
 @pytest.mark.parametrize(
@@ -289,11 +289,11 @@ def test_no_step_is_in_vain(pattern, documents):
         slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
         of_keys = slots._replace(rows=slots.rows.of_keys())
         mask = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys)))
-        parts = 4 if mask.visits.meets.shape[2] % 4 == 0 else 2
-        return mask.queries, mask.keys, mask.visits.meets, list_tiles(mask.visits, parts).length
+        parts = 4 if mask.blocks.is_active.shape[2] % 4 == 0 else 2
+        return mask.queries, mask.keys, mask.blocks.is_active, list_blocks(mask.blocks, parts).length
 
-    queries, keys, meets, num_steps = jax.device_get(jax.jit(list_steps)())
-    _, tiles, others = meets.shape
+    queries, keys, is_active, num_steps = jax.device_get(jax.jit(list_steps)())
+    _, tiles, others = is_active.shape
     parts = 4 if others % 4 == 0 else 2
     flat = lambda array: array.reshape(-1)
     first, last, position = map(flat, (queries.first, queries.last, keys.position))

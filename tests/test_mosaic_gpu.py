@@ -18,15 +18,15 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
+from ringjax._kernels.block_list import find_stretches, is_full_step, passing_in
 from ringjax._kernels.hopper import chains
 from ringjax._kernels.hopper.chains import Chains, make_chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS, preference
 from ringjax._kernels.interface import Request
-from ringjax._kernels.mask import KeyMask, Mask, QueryMask, Visits
+from ringjax._kernels.mask import BlockMask, KeyMask, Mask, QueryMask
 from ringjax._kernels.mosaic import FIRST_JAX, MosaicGpu
 from ringjax._kernels.operands import Given, Stats
 from ringjax._kernels.softmax import Weighting
-from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
 from ringjax._pattern.warning import warning_anew
 from ringjax._schedule.make import make_schedule
 
@@ -88,16 +88,16 @@ def delta_of(out, out_grad):
 
 def part_of(mask, keys):
     """The mask of some tiles of keys."""
-    visits = Visits(*(array[:, :, keys] for array in mask.visits))
-    return Mask(mask.queries, KeyMask(mask.keys.position[keys]), visits)
+    blocks = BlockMask(*(array[:, :, keys] for array in mask.blocks))
+    return Mask(mask.queries, KeyMask(mask.keys.position[keys]), blocks)
 
 
 def make_call(count):
     """Arrays of so many tiles, and their causal mask."""
     rng, tiles = np.random.default_rng(0), jnp.arange(128 * count, dtype=jnp.int32).reshape(count, 1, 1, 1, 128)
     arrays = [jnp.asarray(rng.normal(size=(1, 128 * count, n, 8)), jnp.float32) for n in (2, 1, 1, 2)]
-    visits = Visits(*(jnp.tril(jnp.ones((1, count, count), bool), below) for below in (0, -1)))
-    return arrays, Mask(QueryMask(None, tiles), KeyMask(tiles), visits)
+    blocks = BlockMask(*(jnp.tril(jnp.ones((1, count, count), bool), below) for below in (0, -1)))
+    return arrays, Mask(QueryMask(None, tiles), KeyMask(tiles), blocks)
 
 
 @needs_kernels
@@ -133,8 +133,8 @@ def test_what_does_not_meet_counts_nothing(interpret):
     from ringjax._kernels.hopper import kernels as gpu  # noqa: PLC0415
 
     (query, key, value, _), mask = make_call(2)
-    visits = Visits(*(array.at[:, 1].set(False) for array in mask.visits))
-    mask = dataclasses.replace(mask, visits=visits)
+    blocks = BlockMask(*(array.at[:, 1].set(False) for array in mask.blocks))
+    mask = dataclasses.replace(mask, blocks=blocks)
     out, lse = gpu.forward(Given(query, key, value, mask, Weighting(1.0), ROWS_AXIS, interpret))
     assert np.isfinite(lse[:, :, :128]).all()
     assert (lse[:, :, 128:] == -np.inf).all()
@@ -185,10 +185,10 @@ def test_a_chain_goes_on_after_tiles_that_meet_nothing(empty, interpret, monkeyp
     (query, key, value, _), mask = make_call(4)
     assert make_chains(4, 2, True, True).links == 4
     given = Given(query, key, value, mask, Weighting(1.0), ROWS_AXIS, interpret)
-    visits = Visits(*(array.at[:, np.array(empty)].set(False) for array in mask.visits))
+    blocks = BlockMask(*(array.at[:, np.array(empty)].set(False) for array in mask.blocks))
     (out, lse), (found, found_lse) = (
         gpu.forward(given),
-        gpu.forward(given._replace(mask=dataclasses.replace(mask, visits=visits))),
+        gpu.forward(given._replace(mask=dataclasses.replace(mask, blocks=blocks))),
     )
     is_empty = np.isin(np.arange(512) // 128, empty)
     np.testing.assert_array_equal(found, np.where(is_empty[:, None, None], 0, out))
@@ -256,14 +256,14 @@ def test_under_vmap(interpret):
 def test_stretches_have_the_tiles_that_meet(density):
     """Of each tile that stays the tiles that meet it, and no others."""
     rng = np.random.default_rng(0)
-    meets, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
-    stretches = find_stretches(Visits(jnp.asarray(meets), jnp.asarray(is_whole)))
-    assert stretches.steps.shape == meets.shape
+    is_active, is_whole = rng.random((2, 2, 5, 8)) < np.array([density, 0.5])[:, None, None, None]
+    stretches = find_stretches(BlockMask(jnp.asarray(is_active), jnp.asarray(is_whole)))
+    assert stretches.steps.shape == is_active.shape
     for place in np.ndindex(2, 5):
         steps = stretches.steps[place][: int(stretches.length[place])]
-        columns = np.flatnonzero(meets[place])
+        columns = np.flatnonzero(is_active[place])
         assert passing_in(steps).tolist() == columns.tolist()
-        assert is_whole_step(steps).tolist() == is_whole[place][columns].tolist()
+        assert is_full_step(steps).tolist() == is_whole[place][columns].tolist()
 
 
 @needs_kernels

@@ -276,8 +276,8 @@ def met_pairs(schedule: BranchSchedule, shard: int, offsets: tuple[int, ...]) ->
         keys = tiles(side, source)
         most = keys.max(axis=(3, 4))[:, :, None]
         least = np.where(keys >= 0, keys, most[..., None, None].max() + 1).min(axis=(3, 4))[:, :, None]
-        meets = ((low <= most) & (least <= high) & (most >= 0)).any(axis=1)
-        total += int(meets.sum()) * schedule.queries.block_rows * side.block_rows * side.chunks_per_tile
+        is_active = ((low <= most) & (least <= high) & (most >= 0)).any(axis=1)
+        total += int(is_active.sum()) * schedule.queries.block_rows * side.block_rows * side.chunks_per_tile
     return total
 
 

@@ -19,7 +19,7 @@ from ringjax._kernels.mask import (
     Outline,
     QueryMask,
     Taken,
-    find_visits,
+    find_active_blocks,
     outline_keys,
     outline_queries,
 )
@@ -216,10 +216,10 @@ def see_keys(slots: Slots) -> View:
 def make_mask(step: AttentionStep) -> Mask:
     """Returns which queries attend to which keys: those that they see, of their document and of no earlier branch."""
     queries, keys = step.queries, step.keys
-    visits = find_visits(queries.outline, keys.outline, queries.is_by_batch)
+    blocks = find_active_blocks(queries.outline, keys.outline, queries.is_by_batch)
     if step.is_new is not True:
-        visits = visits._replace(meets=visits.meets & step.is_new)
-    return Mask(queries.mask, keys.mask, visits, queries.is_by_batch)
+        blocks = blocks._replace(is_active=blocks.is_active & step.is_new)
+    return Mask(queries.mask, keys.mask, blocks, queries.is_by_batch)
 
 
 def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: bool = True) -> QueryMask:

@@ -1,4 +1,4 @@
-"""The mask of tiles: which pairs of queries and keys attend, pair by pair, and which tiles meet at all.
+"""The mask of tiles: which pairs of queries and keys attend, pair by pair, and which blocks are active at all.
 
 Knows no mesh and no pattern: an interval of positions and some labels of each query, a position and some labels of each
 key. Letters: I tiles of queries, J tiles of keys, B batch, A the batches that masks tell apart, C chunks that lie side
@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 EMPTY = jnp.iinfo(jnp.int32).max, -1
 
 
-class Met(NamedTuple):
-    """What each tile meets: some of the tiles `start..stop` of its group, and whether it meets each of the group.
+class ActiveBlocks(NamedTuple):
+    """The active blocks of each tile: some of the tiles `start..stop` of its group, which ones says `is_active`.
 
     `first` is the number of the group's first tile: None where all are of one group.
     """
@@ -30,35 +30,38 @@ class Met(NamedTuple):
     first: Any
     start: Int[Array, "I"]
     stop: Int[Array, "I"]
-    meets: Bool[Array, "I J"]
+    is_active: Bool[Array, "I J"]
 
     def number(self, tile: Any) -> Any:
         """Returns the number of a tile of the group among all."""
         return tile if self.first is None else self.first + tile
 
 
-class Visits(NamedTuple):
-    """Which tiles of queries and of keys meet, and which of these no mask cuts; tiles of other groups never meet."""
+class BlockMask(NamedTuple):
+    """Which blocks, tiles of queries by tiles of keys, have a pair that attends, and of which all do.
 
-    meets: Bool[Array, "groups I_of_group J_of_group"]
-    is_whole: Bool[Array, "groups I_of_group J_of_group"]
+    Tiles of different groups have none.
+    """
 
-    def of_queries(self) -> Met:
-        """Returns what each tile of queries meets."""
-        groups, rows, tiles = self.meets.shape
-        number = jax.lax.broadcasted_iota(jnp.int32, self.meets.shape, 2)
-        start = jnp.where(self.meets, number, tiles).min(axis=2)
-        stop = jnp.where(self.meets, number + 1, 0).max(axis=2)  # before the start where nothing meets
+    is_active: Bool[Array, "groups I_of_group J_of_group"]
+    is_full: Bool[Array, "groups I_of_group J_of_group"]
+
+    def of_queries(self) -> ActiveBlocks:
+        """Returns the active blocks of each tile of queries."""
+        groups, rows, tiles = self.is_active.shape
+        number = jax.lax.broadcasted_iota(jnp.int32, self.is_active.shape, 2)
+        start = jnp.where(self.is_active, number, tiles).min(axis=2)
+        stop = jnp.where(self.is_active, number + 1, 0).max(axis=2)  # before the start where no block is active
         first = None if groups == 1 else np.repeat(np.arange(groups, dtype=np.int32) * tiles, rows)
-        return Met(first, start.reshape(-1), stop.reshape(-1), self.meets.reshape(groups * rows, tiles))
+        return ActiveBlocks(first, start.reshape(-1), stop.reshape(-1), self.is_active.reshape(groups * rows, tiles))
 
-    def of_keys(self) -> Met:
-        """Returns what each tile of keys meets."""
+    def of_keys(self) -> ActiveBlocks:
+        """Returns the active blocks of each tile of keys."""
         return self.transposed().of_queries()
 
-    def transposed(self) -> "Visits":
-        """Returns the visits of tiles of keys with those of queries."""
-        return Visits(*(array.swapaxes(1, 2) for array in self))
+    def transposed(self) -> "BlockMask":
+        """Returns the mask of tiles of keys by tiles of queries."""
+        return BlockMask(*(array.swapaxes(1, 2) for array in self))
 
 
 class Taken(NamedTuple):
@@ -76,7 +79,7 @@ class QueryMask(NamedTuple):
     """What each query attends to: keys at ``first <= position <= last`` with its `document` and its `residue`.
 
     Those `taken` are left out. `stream` is the start and the step of its dropout. A row that is none has an empty
-    interval; `first` is None where no tile meets a key before it. Here A is B, or 1 where all batches are the same, and
+    interval; `first` is None where no tile has a key before it. Here A is B, or 1 where all batches are the same, and
     O is K, or 1 where all heads are.
     """
 
@@ -109,7 +112,7 @@ class Range(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """What is known of each tile of one side as a whole, from which it follows which tiles meet.
+    """What is known of each tile of one side as a whole, from which it follows which blocks are active.
 
     Of queries, `low` and `high` are the ends of their intervals; `low` is None where no key comes before these. Of
     keys, both are the position. `is_full` says whether `is_key` holds for all rows.
@@ -133,7 +136,7 @@ class TakenOutline(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("queries", "keys", "visits"), meta_fields=("is_by_batch",)
+    jax.tree_util.register_dataclass, data_fields=("queries", "keys", "blocks"), meta_fields=("is_by_batch",)
 )
 @dataclasses.dataclass(frozen=True)
 class Mask:
@@ -141,7 +144,7 @@ class Mask:
 
     queries: QueryMask
     keys: KeyMask
-    visits: Visits
+    blocks: BlockMask
     is_by_batch: bool = False
 
 
@@ -222,33 +225,33 @@ def _reduce(reduce: Callable[..., Array], array: Array, num_groups: int) -> Arra
     return rearrange(reduce(array, axes=(3, 4)), "(groups I) A C -> A groups I C", groups=num_groups)
 
 
-def find_visits(queries: Outline, keys: Outline, is_by_batch: bool = False) -> Visits:
-    """Returns which tiles meet.
+def find_active_blocks(queries: Outline, keys: Outline, is_by_batch: bool = False) -> BlockMask:
+    """Returns which blocks are active, and which of these are full.
 
-    A tile of keys is left out where no interval reaches one of its positions, where no document is on both sides, or
-    where all pairs are taken. It is whole where nothing masks a pair.
+    A block is left out where no interval reaches a position of its keys, where no document is on both sides, or where
+    all pairs are taken. It is full where nothing masks a pair.
     """
     of_queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
     of_keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
-    meets = of_queries.high.most >= of_keys.low.least
-    is_whole = of_queries.high.least >= of_keys.high.most
+    is_active = of_queries.high.most >= of_keys.low.least
+    is_full = of_queries.high.least >= of_keys.high.most
     if of_queries.low is not None:
-        meets &= of_queries.low.least <= of_keys.high.most
-        is_whole &= of_queries.low.most <= of_keys.low.least
+        is_active &= of_queries.low.least <= of_keys.high.most
+        is_full &= of_queries.low.most <= of_keys.low.least
     if of_keys.is_full is not None:
-        is_whole &= of_keys.is_full
+        is_full &= of_keys.is_full
     for one, other in ((of_queries.document, of_keys.document), (of_queries.residue, of_keys.residue)):
         if one is not None and other is not None:
-            meets &= (one.least <= other.most) & (other.least <= one.most)
-            is_whole &= (one.least == other.most) & (one.most == other.least)
+            is_active &= (one.least <= other.most) & (other.least <= one.most)
+            is_full &= (one.least == other.most) & (one.most == other.least)
     for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
         all_taken, none_taken = _taken_of_tiles(query, key, of_keys.high)
-        meets &= ~all_taken
-        is_whole &= none_taken
-    meets, is_whole = meets.any(axis=-1), is_whole.all(axis=-1)  # [A, groups, I, J]
+        is_active &= ~all_taken
+        is_full &= none_taken
+    is_active, is_full = is_active.any(axis=-1), is_full.all(axis=-1)  # [A, groups, I, J]
     if is_by_batch:
-        return Visits(*(rearrange(array, "A groups I J -> (A groups) I J") for array in (meets, is_whole)))
-    return Visits(meets.any(axis=0), is_whole.all(axis=0))
+        return BlockMask(*(rearrange(array, "A groups I J -> (A groups) I J") for array in (is_active, is_full)))
+    return BlockMask(is_active.any(axis=0), is_full.all(axis=0))
 
 
 def _taken_of_tiles(query: TakenOutline, key: TakenOutline, position: Range) -> tuple[Any, Any]:

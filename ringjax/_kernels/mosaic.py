@@ -1,4 +1,4 @@
-"""The implementation "mosaic": kernels in Pallas that know every mask, over lists of the tiles that meet.
+"""The implementation "mosaic": kernels in Pallas that know every mask, over lists of active blocks.
 
 Laid out as these kernels have them: queries [B, N, T, H] and keys [B, K, S, H] for TPUs, [B, N, H, T] and [B, K, H, S]
 where heads are narrow there, [B, T, N, H] and [B, S, K, H] for GPUs, T and S the slots of a shard, chunk after chunk.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ringjax._kernels.mask import Mask, Visits
+from ringjax._kernels.mask import BlockMask, Mask
 from ringjax._kernels.softmax import Weighting
 
 QUERIES, KEYS = 0, 1  # the sides
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 class Sizes(NamedTuple):
     """The sizes of a call: `rows` are those of the tiles of each side, `parts` the tiles of a side in one step.
 
-    There are so many `lists` of tiles that meet. Where `rows_last`, the rows of arrays are behind their width.
+    There are so many `lists` of active blocks. Where `rows_last`, the rows of arrays are behind their width.
     """
 
     batch: int
@@ -143,9 +143,9 @@ class KernelCall(NamedTuple):
         return jax.typeof(self.queries[0]).manual_axis_type
 
     @property
-    def visits(self) -> Visits:
-        """Which tiles meet, by those that stay."""
-        return self.mask.visits if self.stays == QUERIES else self.mask.visits.transposed()
+    def blocks(self) -> BlockMask:
+        """Which blocks are active, by the tiles that stay."""
+        return self.mask.blocks if self.stays == QUERIES else self.mask.blocks.transposed()
 
     @property
     def sizes(self) -> Sizes:
@@ -154,13 +154,13 @@ class KernelCall(NamedTuple):
         batch, heads_axis = self.queries[0].shape[0], _heads_axis(self.rows_axis)
         heads, kv_heads = (arrays[0].shape[heads_axis] for arrays in (self.queries, self.keys))
         parts = (1, self.parts) if self.stays == QUERIES else (self.parts, 1)
-        lists = self.mask.visits.meets.shape[0]
+        lists = self.mask.blocks.is_active.shape[0]
         return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays, self.rows_axis == _LAST)
 
     @property
     def num_tiles(self) -> tuple[int, int]:
         """How many tiles each side has."""
-        _, queries, keys = self.mask.visits.meets.shape
+        _, queries, keys = self.mask.blocks.is_active.shape
         return queries, keys
 
     def outs(self) -> list[KernelOperand]:

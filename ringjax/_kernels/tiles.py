@@ -99,10 +99,10 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
     multiply = _product(weighting, query, *keys)
 
     def tile_of_queries(partials, tile):
-        index, query, query_mask, met = tile
+        index, query, query_mask, active = tile
 
         def tile_of_keys(j, partial):
-            tile_keys, tile_mask = _at((keys, key_mask), met.number(j))
+            tile_keys, tile_mask = _at((keys, key_mask), active.number(j))
             kept = _kept(query_mask, tile_mask, weighting)
 
             def add(partial: Partial) -> Partial:
@@ -116,13 +116,13 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
                 added = multiply("...qj,...jv->...qv", kept(weights).astype(tile_keys.value.dtype), tile_keys.value)
                 return Partial(maximum, denominator, partial.numerator * decay[..., None] + added)
 
-            return jax.lax.cond(_at(met.meets, j), add, lambda partial: partial, partial)
+            return jax.lax.cond(_at(active.is_active, j), add, lambda partial: partial, partial)
 
-        partial = jax.lax.fori_loop(met.start, met.stop, tile_of_keys, _at(partials, index))
+        partial = jax.lax.fori_loop(active.start, active.stop, tile_of_keys, _at(partials, index))
         return _put_at(partials, index, partial), None
 
     indices = jnp.arange(query.shape[0], dtype=jnp.int32)
-    tiles = indices, query, query_mask, mask.visits.of_queries()
+    tiles = indices, query, query_mask, mask.blocks.of_queries()
     partial, _ = jax.lax.scan(tile_of_queries, partial, tiles)
     return jax.tree.map(fold.undo, partial, Partial(*shapes))
 
@@ -172,26 +172,26 @@ def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, gra
     keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
 
     def tile_of_keys(grads, tile):
-        index, keys, key_mask, met = tile
+        index, keys, key_mask, active = tile
 
         def tile_of_queries(i, grads):
             query_grads, key_grad, value_grad = grads
-            number = met.number(i)
+            number = active.number(i)
             tile_queries, tile_mask, query_grad = _at((queries, query_mask, query_grads), number)
             kept = _kept(tile_mask, key_mask, weighting)
             hide = lambda scores: masked(scores, tile_mask, key_mask)
             zeros = lambda: jax.tree.map(jnp.zeros_like, (query_grad, key_grad, value_grad))
             added = lambda: _tile_gradients(tile_queries, keys, hide, kept, weighting)
-            dq, dk, dv = jax.lax.cond(_at(met.meets, i), added, zeros)
+            dq, dk, dv = jax.lax.cond(_at(active.is_active, i), added, zeros)
             return _put_at(query_grads, number, query_grad + dq), key_grad + dk, value_grad + dv
 
         query_grads, *keys_grads = grads
         grads = query_grads, *_at(keys_grads, index)
-        query_grads, *keys_grad = jax.lax.fori_loop(met.start, met.stop, tile_of_queries, grads)
+        query_grads, *keys_grad = jax.lax.fori_loop(active.start, active.stop, tile_of_queries, grads)
         return (query_grads, *_put_at(keys_grads, index, keys_grad)), None
 
     indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)
-    tiles = indices, keys, key_mask, mask.visits.of_keys()
+    tiles = indices, keys, key_mask, mask.blocks.of_keys()
     (query_grad, *keys_grad), _ = jax.lax.scan(tile_of_keys, (query_grad, *keys_grad), tiles)
     return jax.tree.map(fold.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))
 

@@ -73,8 +73,8 @@ def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: np.ndarray) ->
     total = 0
     for of_keys, shards in _keys_met(schedule, shard):
         key_first, key_last = _ends(of_keys, shards, np.arange(of_keys.num_blocks), offsets)
-        met = np.searchsorted(key_first, up_to, "right") - np.searchsorted(key_last, seen)
-        total += int(met.clip(0).sum()) * of_keys.block_rows
+        active = np.searchsorted(key_first, up_to, "right") - np.searchsorted(key_last, seen)
+        total += int(active.clip(0).sum()) * of_keys.block_rows
     return total * side.num_blocks // max(1, sampled.size)
 
 

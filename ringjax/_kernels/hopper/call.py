@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from ringjax._kernels.block_list import find_stretches, is_full_step, passing_in
 from ringjax._kernels.hopper.buffers import (
     COMPUTING,
     STAGES,
@@ -28,7 +29,6 @@ from ringjax._kernels.hopper.buffers import (
 )
 from ringjax._kernels.hopper.chains import Chains
 from ringjax._kernels.operands import KEYS, KernelCall, KernelOperand, flatten
-from ringjax._kernels.tile_list import find_stretches, is_whole_step, passing_in
 
 OWN_ROWS = TILE_ROWS // COMPUTING  # of a warpgroup, of the tile that stays
 # The registers of each thread of a warpgroup, of the 65536 that there are.
@@ -44,7 +44,7 @@ class GpuStep(NamedTuple):
     """
 
     given: tuple[Any, ...]
-    is_whole: Any
+    is_full: Any
     slot: Any
     barriers: Barriers
 
@@ -157,9 +157,9 @@ class _Block(NamedTuple):
             return tile.start + step, 0
         return tile.start + jax.lax.div(step, self.groups), jax.lax.rem(step, self.groups)
 
-    def is_whole(self, tile: _Tile, step: Any) -> Any:
+    def is_full(self, tile: _Tile, step: Any) -> Any:
         """Whether no mask cuts what meets in a step."""
-        return is_whole_step(self.lists.steps[self.entry(tile, step)[0]])
+        return is_full_step(self.lists.steps[self.entry(tile, step)[0]])
 
     def copy(self, tile: _Tile, step: Any, number: int, room: Any, barrier: Any) -> None:
         """Copies a tile of an operand."""
@@ -173,7 +173,7 @@ def launch(call: KernelCall) -> list[Array]:
     """Runs a kernel; `call.kernel` is a `GpuKernel`."""
     (leaves, tree), outs = flatten(call.operands()), call.outs()
     chains = chains_of(call, leaves)
-    scalars = _Lists(*(array.reshape(-1) for array in (chains.tiles, *find_stretches(call.visits))))
+    scalars = _Lists(*(array.reshape(-1) for array in (chains.tiles, *find_stretches(call.blocks))))
     arrays = [leaf.array for leaf in leaves]
 
     def body(*refs: Any) -> None:
@@ -291,7 +291,7 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
         at = lambda number: (tile.stage, own) if number in stays else slot
         refs = [room.at[at(number)] for number, room in enumerate(block.rooms)]
         given = block.tree.unflatten([*refs, *sums_before])
-        return kernel.step(GpuStep(given, block.is_whole(tile, step), slot, barriers), sums)
+        return kernel.step(GpuStep(given, block.is_full(tile, step), slot, barriers), sums)
 
     sums = jax.lax.fori_loop(np.int32(0), tile.num_steps, take, kernel.start(sums_before))
     plgpu.barrier_arrive(barriers.stays_spent.at[tile.stage])

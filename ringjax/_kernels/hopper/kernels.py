@@ -110,10 +110,10 @@ def _masks(refs: Any, stays: int, shape: tuple[int, ...]) -> list[Any]:
     return [_read(of_side, _axis(side, stays), shape) for side, of_side in zip((QUERIES, KEYS), refs, strict=True)]
 
 
-def _mask(scores: Array, refs: Any, stays: int, is_whole: Any) -> Array:
+def _mask(scores: Array, refs: Any, stays: int, is_full: Any) -> Array:
     """Returns the scores of pairs that attend, and minus infinity for others."""
     hide = lambda: jnp.where(is_allowed(*_masks(refs, stays, scores.shape)), scores, -jnp.inf)
-    return jax.lax.cond(is_whole, lambda: scores, hide)
+    return jax.lax.cond(is_full, lambda: scores, hide)
 
 
 def _scores(weighting: Weighting, product: Array) -> Array:
@@ -164,7 +164,7 @@ class _Forward:
 
         step.wait(0)
         scores = _multiply(query, _turned(key), self.interpret, hand_over)
-        scores = _mask(_scores(self.weighting, scores), masks, QUERIES, step.is_whole)
+        scores = _mask(_scores(self.weighting, scores), masks, QUERIES, step.is_full)
         if not rate:
             step.release(0)
         maximum = jnp.maximum(former, scores.max(axis=1) * unit)
@@ -210,11 +210,11 @@ class _Gradient:
         del before
         return tuple(map(_zeros, self.widths))
 
-    def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stays: int, is_whole: Any) -> tuple[Array, Array]:
+    def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stays: int, is_full: Any) -> tuple[Array, Array]:
         """Returns the weights of pairs, some dropped; and times the slope of a cap, with a minus where dropped."""
         dtype, rate = one.dtype, self.weighting.dropout_rate
         scores = _scores(self.weighting, _multiply(one, _turned(other), self.interpret))
-        seen = _mask(scores, masks, stays, is_whole)
+        seen = _mask(scores, masks, stays, is_full)
         lse = _read(lse, _axis(QUERIES, stays), seen.shape)
         weights = jnp.exp2(seen * (self.weighting.unit * LOG2E) - lse * LOG2E)
         if rate:
@@ -258,7 +258,7 @@ class _QueryGradient(_Gradient):
         step.wait(0)
         step.wait(1)
         for key_part, value_part, masks in zip(*map(_parts, (key, value, key_masks)), strict=True):
-            _, weights = self.weigh(query, key_part, stats.lse, (query_masks, masks), QUERIES, step.is_whole)
+            _, weights = self.weigh(query, key_part, stats.lse, (query_masks, masks), QUERIES, step.is_full)
             weights_grad = _multiply(out_grad, _turned(value_part), self.interpret)
             grad = self.logits_grad(weights, weights_grad, stats.delta, QUERIES)
             sums = _add_products(sums, [(grad.astype(key.dtype), key_part)], self.interpret)
@@ -277,7 +277,7 @@ class _KeyGradient(_Gradient):
         step.wait(1)
         passes = map(_parts, (query, out_grad, stats, query_masks))
         for query_part, out_grad_part, some, masks in zip(*passes, strict=True):
-            found, weights = self.weigh(key, query_part, some.lse, (masks, key_masks), KEYS, step.is_whole)
+            found, weights = self.weigh(key, query_part, some.lse, (masks, key_masks), KEYS, step.is_full)
             # Registers have room for no more weights than these beside the sums.
             pairs = (found, out_grad_part), (value, _turned(out_grad_part))
             zeros = plgpu.layout_cast(jnp.zeros_like(weights), _TILE)

@@ -1,4 +1,4 @@
-"""How a kernel for TPUs is run: its operands and masks tile by tile, over the list of the tiles that meet."""
+"""How a kernel for TPUs is run: its operands and masks tile by tile, over the list of active blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ringjax._kernels.mask import Visits
+from ringjax._kernels.block_list import Step, list_blocks, passing, staying
+from ringjax._kernels.mask import BlockMask
 from ringjax._kernels.operands import KEYS, QUERIES, KernelCall, KernelOperand, Place, Sizes, flatten
-from ringjax._kernels.tile_list import Step, list_tiles, passing, staying
 
 _VMEM_BYTES = 64 * 2**20
 # The most entries of a list: two words of each take half of scalar memory, a mebibyte.
@@ -64,8 +64,8 @@ def launch(call: KernelCall) -> list[Array]:
         inner, outer = refs[: len(leaves)], refs[len(leaves) :]
         call.kernel(step, tree.unflatten(inner), outer[: len(outs)], outer[len(outs) :], sizes)
 
-    def run(visits: Visits, arrays: list[Any], outs: list[KernelOperand]) -> list[Array]:
-        steps = list_tiles(visits, call.parts)
+    def run(blocks: BlockMask, arrays: list[Any], outs: list[KernelOperand]) -> list[Array]:
+        steps = list_blocks(blocks, call.parts)
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(sizes.heads[call.stays] // sizes.lists, steps.length * (sizes.groups if call.stays == KEYS else 1)),
@@ -82,34 +82,34 @@ def launch(call: KernelCall) -> list[Array]:
         with jax.enable_x64(False):  # kernels know no int64
             return list(kernel(steps.tiles, steps.notes, *arrays))
 
-    return call.take_back(_in_bands(run, call.visits, leaves, outs, sizes))
+    return call.take_back(_in_bands(run, call.blocks, leaves, outs, sizes))
 
 
 def _in_bands(
     run: Callable[..., list[Array]],
-    visits: Visits,
+    blocks: BlockMask,
     leaves: list[KernelOperand],
     outs: list[KernelOperand],
     sizes: Sizes,
 ) -> list[Array]:
     """Runs a kernel on some of the tiles that stay after others: as many as scalar memory holds the lists of."""
-    lists, tiles, others = visits.meets.shape
+    lists, tiles, others = blocks.is_active.shape
     most = tiles * lists * -(-others // sizes.parts[1 - sizes.stays])
     bands = next((n for n in range(1, tiles) if tiles % n == 0 and most <= n * MAX_ENTRIES), tiles)
     arrays = [leaf.array for leaf in leaves]
     if bands == 1:
-        return run(visits, arrays, outs)
+        return run(blocks, arrays, outs)
 
     def split(array: Array, axis: int) -> Array:
         return jnp.moveaxis(array.reshape(*array.shape[:axis], bands, -1, *array.shape[axis + 1 :]), axis, 0)
 
     def run_band(band: Any) -> list[Array]:
-        visits, some = band
+        blocks, some = band
         whole = [own if part is None else part for part, own in zip(some, arrays, strict=True)]
-        return run(Visits(*visits), whole, cut)
+        return run(BlockMask(*blocks), whole, cut)
 
     of_band = jax.eval_shape(lambda: [split(jnp.zeros(out.array.shape, out.array.dtype), out.axis)[0] for out in outs])
     cut = [out._replace(array=shape) for out, shape in zip(outs, of_band, strict=True)]
     stay = [split(leaf.array, leaf.axis) if leaf.side == sizes.stays else None for leaf in leaves]
-    found = jax.lax.map(run_band, (tuple(split(array, 1) for array in visits), stay))
+    found = jax.lax.map(run_band, (tuple(split(array, 1) for array in blocks), stay))
     return [jnp.moveaxis(array, 0, out.axis).reshape(out.array.shape) for array, out in zip(found, outs, strict=True)]

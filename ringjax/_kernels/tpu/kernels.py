@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from ringjax._kernels.block_list import FULL, PARTIAL, SOME, Step
 from ringjax._kernels.mask import is_allowed
 from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, KernelCall, Sizes, forward_call, gradient_call
 from ringjax._kernels.softmax import Weighting
-from ringjax._kernels.tile_list import CUT, SOME, WHOLE, Step
 from ringjax._kernels.tpu.call import launch
 from ringjax._pattern import dropout
 
@@ -115,15 +115,15 @@ def _for_parts(
 
         @pl.loop(0, parts)
         def _(part: Any) -> None:
-            pl.when(step.meets(part))(lambda: compute(prepared, part, True))
+            pl.when(step.is_active(part))(lambda: compute(prepared, part, True))
 
-    pl.when(step.case == WHOLE)(functools.partial(in_a_row, False))
+    pl.when(step.case == FULL)(functools.partial(in_a_row, False))
     if has_cut_path:
-        pl.when(step.case == CUT)(functools.partial(in_a_row, True))
+        pl.when(step.case == PARTIAL)(functools.partial(in_a_row, True))
         if parts > 1:
             pl.when(step.case == SOME)(in_a_loop)
     else:
-        pl.when((step.case == CUT) | (step.case == SOME))(in_a_loop)
+        pl.when((step.case == PARTIAL) | (step.case == SOME))(in_a_loop)
 
 
 def _multiply(one: Array, other: Array, axis: int, weighting: Weighting) -> Array:

@@ -1,4 +1,4 @@
-"""The lists of tiles that meet, over which kernels run; how many there are is known when run.
+"""The lists of active blocks, over which kernels run; how many there are is known when run.
 
 Letters: L lists, one for each batch of masks; I tiles that stay, J tiles that come by, P of them in one step.
 """
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ringjax._kernels.mask import Visits
+from ringjax._kernels.mask import BlockMask
 
 # What a step finds where it multiplies: nothing, tiles that a mask cuts, tiles that none cuts, or some of all these.
-NOTHING, CUT, WHOLE, SOME = range(4)
+NOTHING, PARTIAL, FULL, SOME = range(4)
 _FIRST, _LAST, _PARTS, _LIST = 2, 3, 4, 12  # the bits of what a step is told, with room for eight parts
 _HALF = 16
 
 
-class TileList(NamedTuple):
+class BlockList(NamedTuple):
     """The steps of a kernel: of each the tile that stays and the tiles that come by, and what it finds there.
 
     The steps of one tile that stays follow each other. Each such tile has a step, so that its results are written. All
-    tiles that might meet have an entry, and the first so many of these, the `length`, are steps.
+    blocks that might be active have an entry, and the first so many of these, the `length`, are steps.
     """
 
     tiles: Int[Array, "entries"]
@@ -33,7 +33,7 @@ class TileList(NamedTuple):
 class Stretches(NamedTuple):
     """Of each tile that stays how many steps it has, each with one tile that comes by, and these.
 
-    A step is the number of the tile that comes by, and whether no mask cuts what meets there; behind the steps is
+    A step is the number of the tile that comes by, and whether the block is full; behind the steps is
     room for as many as there might be.
     """
 
@@ -65,8 +65,8 @@ class Step(NamedTuple):
         is_last = ((self.note >> _LAST) & 1) != 0
         return is_last if self.num_heads == 1 else is_last & (self.head == self.num_heads - 1)
 
-    def meets(self, part: Any) -> Any:
-        """Whether one of the tiles that come by meets the one that stays."""
+    def is_active(self, part: Any) -> Any:
+        """Whether one of the blocks of the step is active."""
         return ((self.note >> (_PARTS + part)) & 1) != 0
 
     @property
@@ -80,7 +80,7 @@ def staying(tile: Any) -> Any:
     return tile >> _HALF
 
 
-def is_whole_step(step: Any) -> Any:
+def is_full_step(step: Any) -> Any:
     """Returns whether no mask cuts what meets in a step of a stretch."""
     return (step & 1) != 0
 
@@ -95,39 +95,41 @@ def passing(tile: Any) -> Any:
     return tile & ((1 << _HALF) - 1)
 
 
-def list_tiles(visits: Visits, parts: int) -> TileList:
-    """Returns the list of the tiles that meet, by those of queries, with so many tiles of keys in one step."""
-    meets, is_whole = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in visits)
-    meets, is_whole = (array.reshape(*array.shape[:2], -1, parts) for array in (meets, is_whole))  # [L, I, J, P]
-    lists, rows, columns, _ = meets.shape
-    _check_size(meets, rows, columns, most=1 << (_HALF - 1))
+def list_blocks(blocks: BlockMask, parts: int) -> BlockList:
+    """Returns the list of active blocks, by tiles of queries, with so many tiles of keys in one step."""
+    is_active, is_full = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in blocks)
+    is_active, is_full = (array.reshape(*array.shape[:2], -1, parts) for array in (is_active, is_full))  # [L, I, J, P]
+    lists, rows, columns, _ = is_active.shape
+    _check_size(is_active, rows, columns, most=1 << (_HALF - 1))
     number, row, column = _numbers(lists, rows, columns)
-    some, every, whole = meets.any(axis=-1), meets.all(axis=-1), (meets & is_whole).all(axis=-1)
-    case = jnp.where(whole, WHOLE, jnp.where(every, CUT, jnp.where(some, SOME, NOTHING)))
-    bits = jnp.sum(meets.astype(jnp.int32) << (_PARTS + jnp.arange(parts, dtype=jnp.int32)), axis=-1, dtype=jnp.int32)
+    some, every, whole = is_active.any(axis=-1), is_active.all(axis=-1), (is_active & is_full).all(axis=-1)
+    case = jnp.where(whole, FULL, jnp.where(every, PARTIAL, jnp.where(some, SOME, NOTHING)))
+    bits = jnp.sum(
+        is_active.astype(jnp.int32) << (_PARTS + jnp.arange(parts, dtype=jnp.int32)), axis=-1, dtype=jnp.int32
+    )
     note = case.astype(jnp.int32) | bits | (number << _LIST)
-    # A tile that meets none takes the first step, and finds nothing.
+    # A tile without an active block takes the first step, and finds nothing.
     is_step = some | (~some.any(axis=2, keepdims=True) & (column == 0))
     return _list_steps(is_step, (row << _HALF) | column, note)
 
 
-def find_stretches(visits: Visits) -> Stretches:
-    """Returns the tiles that each tile meets."""
-    _, rows, columns = visits.meets.shape
-    _check_size(visits.meets, rows, columns, most=1 << 30)
+def find_stretches(blocks: BlockMask) -> Stretches:
+    """Returns the active blocks of each tile."""
+    _, rows, columns = blocks.is_active.shape
+    _check_size(blocks.is_active, rows, columns, most=1 << 30)
     *_, column = _numbers(1, rows, columns)
     # Those that meet come first.
-    steps = jnp.where(visits.meets, (column << 1) | visits.is_whole, np.iinfo(np.int32).max)
-    return Stretches(visits.meets.sum(axis=2, dtype=jnp.int32), jnp.sort(steps, axis=2, stable=False))
+    steps = jnp.where(blocks.is_active, (column << 1) | blocks.is_full, np.iinfo(np.int32).max)
+    return Stretches(blocks.is_active.sum(axis=2, dtype=jnp.int32), jnp.sort(steps, axis=2, stable=False))
 
 
-def _check_size(meets: Any, rows: int, columns: int, most: int) -> None:
-    if max(rows, columns) >= most or meets.size >= 2**31:
+def _check_size(is_active: Any, rows: int, columns: int, most: int) -> None:
+    if max(rows, columns) >= most or is_active.size >= 2**31:
         words = "are too many on one device: use more devices, or implementation='xla'"
         raise ValueError(f"{rows} tiles of queries or keys and {columns} of the others {words}")
 
 
-def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> TileList:
+def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> BlockList:
     size, columns = is_step.size, is_step.shape[2]
     flat = lambda array: jnp.broadcast_to(array, is_step.shape).reshape(-1)
     # By their numbers; entries that are no steps come last, behind the length. One sort, as gathers are slow on TPUs.
@@ -137,7 +139,7 @@ def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: 
     is_new = jnp.append(True, row[1:] != row[:-1])
     is_last = jnp.append(is_new[1:], True)
     edges = is_new.astype(jnp.int32) << _FIRST | is_last.astype(jnp.int32) << _LAST
-    return TileList(tiles, notes | edges, is_step.sum(dtype=jnp.int32))
+    return BlockList(tiles, notes | edges, is_step.sum(dtype=jnp.int32))
 
 
 def _numbers(*shape: int) -> list[Array]:
