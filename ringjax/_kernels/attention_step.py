@@ -14,14 +14,14 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from ringjax._kernels.mask import (
     EMPTY,
+    Bounds,
     KeyMask,
     Mask,
-    Outline,
     QueryMask,
     Taken,
+    bounds_of_keys,
+    bounds_of_queries,
     find_active_blocks,
-    outline_keys,
-    outline_queries,
 )
 from ringjax._kernels.rows import Rows, pick
 from ringjax._pattern import dropout
@@ -74,7 +74,7 @@ class Slots(NamedTuple):
         """Whether they are of keys."""
         return self.rows.is_of_keys
 
-    def outlined(self) -> "Slots":
+    def bounded(self) -> "Slots":
         """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
         return self._replace(rows=self.rows.of_classes())
 
@@ -164,7 +164,7 @@ class View(NamedTuple):
     """What tiles see of one side of a step: the mask of its rows, and the outlines of its tiles."""
 
     mask: Any
-    outline: Outline
+    bounds: Bounds
     is_by_batch: bool = False
 
 
@@ -199,24 +199,24 @@ class AttentionStep(NamedTuple):
 def see_queries(slots: Slots, noise: Noise | None = None) -> View:
     """Returns the side of queries, whose dropout is drawn from `noise`."""
     mask = mask_queries(slots, noise)
-    outlined = mask if slots.rows.is_whole else mask_queries(slots.outlined())
+    bounded = mask if slots.rows.is_whole else mask_queries(slots.bounded())
     # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
     is_by_batch = slots.documents is not None and slots.rows.is_whole
-    return View(mask, outline_queries(outlined, slots.side.num_tile_groups), is_by_batch)
+    return View(mask, bounds_of_queries(bounded, slots.side.num_tile_groups), is_by_batch)
 
 
 def see_keys(slots: Slots) -> View:
     """Returns the side of keys."""
     mask, is_member = mask_keys(slots), slots.rows.heads.is_member
-    outlined = mask if slots.rows.is_whole else mask_keys(slots.outlined())
+    bounded = mask if slots.rows.is_whole else mask_keys(slots.bounded())
     is_full = True if is_member is None else is_member.all()
-    return View(mask, outline_keys(outlined, slots.side.num_tile_groups, is_full))
+    return View(mask, bounds_of_keys(bounded, slots.side.num_tile_groups, is_full))
 
 
 def make_mask(step: AttentionStep) -> Mask:
     """Returns which queries attend to which keys: those that they see, of their document and of no earlier branch."""
     queries, keys = step.queries, step.keys
-    blocks = find_active_blocks(queries.outline, keys.outline, queries.is_by_batch)
+    blocks = find_active_blocks(queries.bounds, keys.bounds, queries.is_by_batch)
     if step.is_new is not True:
         blocks = blocks._replace(is_active=blocks.is_active & step.is_new)
     return Mask(queries.mask, keys.mask, blocks, queries.is_by_batch)

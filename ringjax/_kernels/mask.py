@@ -111,7 +111,7 @@ class Range(NamedTuple):
     most: Int[Array, "A groups I C"]
 
 
-class Outline(NamedTuple):
+class Bounds(NamedTuple):
     """What is known of each tile of one side as a whole, from which it follows which blocks are active.
 
     Of queries, `low` and `high` are the ends of their intervals; `low` is None where no key comes before these. Of
@@ -123,10 +123,10 @@ class Outline(NamedTuple):
     is_full: Bool[Array, "A groups I C"] | None = None
     document: Range | None = None
     residue: Range | None = None
-    taken: tuple["TakenOutline", ...] = ()
+    taken: tuple["TakenBounds", ...] = ()
 
 
-class TakenOutline(NamedTuple):
+class TakenBounds(NamedTuple):
     """The outline of what is left out: of the labels of rows that have one, whether all do, and of the interval."""
 
     label: Range | None
@@ -182,38 +182,38 @@ def _is_left(query: Taken, key: Taken, position: Any) -> Any:
     return functools.reduce(operator.or_, reasons)
 
 
-def outline_queries(mask: QueryMask, num_groups: int) -> Outline:
+def bounds_of_queries(mask: QueryMask, num_groups: int) -> Bounds:
     """Returns the outline of tiles of queries that lie in so many groups apart from each other."""
     is_query = None if mask.first is None else mask.first <= mask.last
-    return Outline(
+    return Bounds(
         None if mask.first is None else _range(mask.first, num_groups),
         _range(mask.last, num_groups),
         document=None if mask.document is None else _range(mask.document, num_groups, is_query),
         residue=None if mask.residue is None else _range(mask.residue, num_groups, is_query),
-        taken=tuple(_outline_taken(taken, num_groups) for taken in mask.taken),
+        taken=tuple(_bounds_of_taken(taken, num_groups) for taken in mask.taken),
     )
 
 
-def outline_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Outline:
+def bounds_of_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Bounds:
     """Returns the outline of tiles of keys, none of which is full where `is_full` is false."""
     position = _range(mask.position, num_groups, mask.is_key)
-    return Outline(
+    return Bounds(
         position,
         position,
         None if mask.is_key is None else _reduce(jax.lax.reduce_and, mask.is_key, num_groups) & is_full,
         None if mask.document is None else _range(mask.document, num_groups, mask.is_key),
         None if mask.residue is None else _range(mask.residue, num_groups, mask.is_key),
-        tuple(_outline_taken(taken, num_groups) for taken in mask.taken),
+        tuple(_bounds_of_taken(taken, num_groups) for taken in mask.taken),
     )
 
 
-def _outline_taken(taken: Taken, num_groups: int) -> TakenOutline:
+def _bounds_of_taken(taken: Taken, num_groups: int) -> TakenBounds:
     bounds = (None if array is None else _range(array, num_groups) for array in taken[1:])
     if taken.label is None:
-        return TakenOutline(None, None, *bounds)
+        return TakenBounds(None, None, *bounds)
     has_label = taken.label >= 0
     labels = _range(taken.label, num_groups, has_label)
-    return TakenOutline(labels, _reduce(jax.lax.reduce_and, has_label, num_groups), *bounds)
+    return TakenBounds(labels, _reduce(jax.lax.reduce_and, has_label, num_groups), *bounds)
 
 
 def _range(labels: Array, num_groups: int, is_label: Array | None = None) -> Range:
@@ -225,7 +225,7 @@ def _reduce(reduce: Callable[..., Array], array: Array, num_groups: int) -> Arra
     return rearrange(reduce(array, axes=(3, 4)), "(groups I) A C -> A groups I C", groups=num_groups)
 
 
-def find_active_blocks(queries: Outline, keys: Outline, is_by_batch: bool = False) -> BlockMask:
+def find_active_blocks(queries: Bounds, keys: Bounds, is_by_batch: bool = False) -> BlockMask:
     """Returns which blocks are active, and which of these are full.
 
     A block is left out where no interval reaches a position of its keys, where no document is on both sides, or where
@@ -254,7 +254,7 @@ def find_active_blocks(queries: Outline, keys: Outline, is_by_batch: bool = Fals
     return BlockMask(is_active.any(axis=0), is_full.all(axis=0))
 
 
-def _taken_of_tiles(query: TakenOutline, key: TakenOutline, position: Range) -> tuple[Any, Any]:
+def _taken_of_tiles(query: TakenBounds, key: TakenBounds, position: Range) -> tuple[Any, Any]:
     """Returns whether all pairs of two tiles are left out, and whether none is."""
     all_taken, none_taken = [], []
     if query.label is not None and key.label is not None:

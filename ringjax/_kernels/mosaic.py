@@ -20,7 +20,7 @@ from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, View, m
 from ringjax._kernels.hopper import ptxas
 from ringjax._kernels.interface import Request, width_axis
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
-from ringjax._kernels.mask import EMPTY, outline_keys, outline_queries
+from ringjax._kernels.mask import EMPTY, bounds_of_keys, bounds_of_queries
 from ringjax._kernels.operands import Given, Stats
 from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.strides import Strides
@@ -111,14 +111,14 @@ class Mosaic(KernelImplementation):
         """Returns the masks of tiles of queries, or of keys."""
         if not slots.is_of_keys:
             mask = self._tile(mask_queries(self._unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
-            return View(mask, outline_queries(mask, 1), slots.documents is not None)
+            return View(mask, bounds_of_queries(mask, 1), slots.documents is not None)
         mask = mask_keys(self._unfold(slots), are_chunks_apart=False)
         # True for all slots that do not say otherwise: `_tile` adds rows with False.
         is_key = jnp.ones_like(mask.position, bool)
         mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
         mask = self._tile(mask, _tile_rows(slots)[1])
         is_member = slots.rows.heads.is_member
-        return View(mask, outline_keys(mask, 1, True if is_member is None else is_member.all()))
+        return View(mask, bounds_of_keys(mask, 1, True if is_member is None else is_member.all()))
 
     def forward(
         self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: KernelPartial
