@@ -75,8 +75,8 @@ FEATURES = {
         "uses": "both",
     },
     "a window of several hops": {"pattern": [Window(11)], "is_causal": False, "documents": "sorted"},
-    "residues": {"pattern": [Window(3, 4)], "is_causal": False, "logits_soft_cap": 2.0, "block_size": 2, "uses": "lse"},
-    "mixed residues": {
+    "phases": {"pattern": [Window(3, 4)], "is_causal": False, "logits_soft_cap": 2.0, "block_size": 2, "uses": "lse"},
+    "mixed phases": {
         "pattern": [Window(4, 3)],
         "documents": "mixed",
         "dropout_rate": 0.4,
@@ -189,7 +189,7 @@ ON_EXPLICIT_MESHES = {
     "far queries",
     "more queries",
     "cross-attention with dropout",
-    "residues",
+    "phases",
     "windows and segments",
     "a window of fewer queries",
     "gathered windows",
@@ -197,7 +197,7 @@ ON_EXPLICIT_MESHES = {
     "exchanged groups of heads",
     "all",
 }
-ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "residues", "windows and segments", "all")
+ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "phases", "windows and segments", "all")
 
 
 @pytest.mark.quick(

@@ -88,7 +88,7 @@ WITH_ROWS_FIRST = {
     "far queries",
     "more queries",
     "cross-attention with dropout",
-    "residues",
+    "phases",
     "windows and segments",
     "a window of fewer queries",
     "gathered windows",
@@ -300,8 +300,8 @@ def test_no_step_is_in_vain(pattern, documents):
     allowed = (first[:, None] <= position) & (position <= last[:, None])
     if documents is not None:
         allowed &= flat(queries.document)[:, None] == flat(keys.document)
-    if queries.residue is not None:
-        allowed &= flat(queries.residue)[:, None] == flat(keys.residue)
+    if queries.phase is not None:
+        allowed &= flat(queries.phase)[:, None] == flat(keys.phase)
     of_steps = allowed.reshape(tiles, len(first) // tiles, others // parts, -1).any(axis=(1, 3))
     assert num_steps == of_steps.sum() + (~of_steps.any(axis=1)).sum()
 

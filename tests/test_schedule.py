@@ -106,7 +106,7 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
                 np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), kept)
                 chunk, slot = side.token_slot(shard, kept, offset)
                 np.testing.assert_array_equal(tokens[chunk, slot], kept)
-                if side.is_strided and side.chunks != "residues":  # one of each step, in order
+                if side.is_strided and side.chunks != "phases":  # one of each step, in order
                     np.testing.assert_array_equal(kept, own[0] + offset + (chunk * side.chunk_rows + slot) * side.step)
         # No slot is there for nothing, but where the padding of the length takes rows away.
         assert fullest == side.chunk_rows or length % side.chunk_length or length < num_shards * side.shard_length
@@ -118,7 +118,7 @@ def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
     """All of them, and no tokens that none does; none goes round an end, and all of a closed ring's shards meet."""
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
-        if schedule.is_closed or schedule.queries.chunks == "residues":  # of these only whole rows are sent
+        if schedule.is_closed or schedule.queries.chunks == "phases":  # of these only whole rows are sent
             continue
         shard_length, token = schedule.queries.shard_length, np.arange(length)
         shard = token // shard_length

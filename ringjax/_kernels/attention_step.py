@@ -75,7 +75,7 @@ class Slots(NamedTuple):
         return self.rows.is_of_keys
 
     def bounded(self) -> "Slots":
-        """Returns slots whose tiles have the same outlines on all parts of heads that the compiler may make."""
+        """Returns slots whose tiles have the same bounds on all parts of heads that the compiler may make."""
         return self._replace(rows=self.rows.of_classes())
 
     def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
@@ -125,11 +125,11 @@ class Slots(NamedTuple):
     def labels(
         self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True
     ) -> tuple[Any, Any, tuple[Taken, ...]]:
-        """Returns the documents, the residues where tiles mix these, and what earlier branches have taken."""
+        """Returns the documents, the phases where tiles mix these, and what earlier branches have taken."""
         heads, branch = self.rows.heads, self.side.branch
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
-        is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "residues")
-        residue = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
+        is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "phases")
+        phase = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
         taken = []
         for (_, earlier), offsets in zip(self.schedule.earlier, heads.earlier_offsets, strict=True):
             label = first = last = None
@@ -140,7 +140,7 @@ class Slots(NamedTuple):
                 # On both sides, causal or not: so a tile on the diagonal is taken as a whole.
                 first, last = _interval(earlier.seen(token))
             taken.append(Taken(label, first, last))
-        return documents, residue, tuple(taken)
+        return documents, phase, tuple(taken)
 
     def of_members(self, is_row: Any, document: Any) -> Bool[Array, "J A C K R"] | None:
         """Returns which rows are of a head that runs the branch, and of a document; None where all are."""
@@ -161,7 +161,7 @@ class Slots(NamedTuple):
 
 
 class View(NamedTuple):
-    """What tiles see of one side of a step: the mask of its rows, and the outlines of its tiles."""
+    """What tiles see of one side of a step: the mask of its rows, and the bounds of its tiles."""
 
     mask: Any
     bounds: Bounds
@@ -226,7 +226,7 @@ def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: boo
     """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
     schedule = slots.schedule
     token, is_row = slots.tokens()
-    document, residue, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
+    document, phase, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
     is_row = slots.of_members(is_row, document)
     stream = () if noise is None else noise.stream(token)
     first, last = _interval(slots.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
@@ -234,15 +234,15 @@ def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: boo
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
     elif schedule.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
         first = None
-    return QueryMask(first, last, document, residue, taken, stream)
+    return QueryMask(first, last, document, phase, taken, stream)
 
 
 def mask_keys(slots: Slots, are_chunks_apart: bool = True) -> KeyMask:
     """Returns what attends to each key, as `mask_queries` does for queries."""
     token, is_row = slots.tokens()
-    document, residue, taken = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
+    document, phase, taken = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
     position = token.astype(jnp.int32)[:, None]
-    return KeyMask(position, slots.of_members(is_row, document), document, residue, taken)
+    return KeyMask(position, slots.of_members(is_row, document), document, phase, taken)
 
 
 def _interval(positions: tuple[Any, Any], is_causal: bool = False) -> tuple[Int[Array, "J 1 C O R"], ...]:

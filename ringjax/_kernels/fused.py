@@ -238,7 +238,7 @@ def _obstacle_of_window(schedule: BranchSchedule, window: int, name: str, has_do
         return f"{name} sees later tokens as well, and fused kernels have windows of earlier ones alone"
     if has_documents:
         return f"{name} is cut by documents"
-    if not side.is_full or (schedule.branch.modulus > 1 and side.chunks != "residues"):
+    if not side.is_full or (schedule.branch.modulus > 1 and side.chunks != "phases"):
         return f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend"
     if not schedule.is_local and 2 * (window - 1) > side.chunk_rows:
         return f"{name} sees more than half of the tokens of a device before"

@@ -76,7 +76,7 @@ class Taken(NamedTuple):
 
 
 class QueryMask(NamedTuple):
-    """What each query attends to: keys at ``first <= position <= last`` with its `document` and its `residue`.
+    """What each query attends to: keys at ``first <= position <= last`` with its `document` and its `phase`.
 
     Those `taken` are left out. `stream` is the start and the step of its dropout. A row that is none has an empty
     interval; `first` is None where no tile has a key before it. Here A is B, or 1 where all batches are the same, and
@@ -86,7 +86,7 @@ class QueryMask(NamedTuple):
     first: Int[Array, "I A C O Rq"] | None
     last: Int[Array, "I A C O Rq"]
     document: Int[Array, "I B C O Rq"] | None = None
-    residue: Int[Array, "I 1 C O Rq"] | None = None
+    phase: Int[Array, "I 1 C O Rq"] | None = None
     taken: tuple[Taken, ...] = ()
     stream: tuple[UInt[Array, "I B C K G Rq"], ...] = ()
 
@@ -100,7 +100,7 @@ class KeyMask(NamedTuple):
     position: Int[Array, "J A C O Rk"]
     is_key: Bool[Array, "J A C O Rk"] | None = None
     document: Int[Array, "J B C O Rk"] | None = None
-    residue: Int[Array, "J 1 C O Rk"] | None = None
+    phase: Int[Array, "J 1 C O Rk"] | None = None
     taken: tuple[Taken, ...] = ()
 
 
@@ -122,12 +122,12 @@ class Bounds(NamedTuple):
     high: Range
     is_full: Bool[Array, "A groups I C"] | None = None
     document: Range | None = None
-    residue: Range | None = None
+    phase: Range | None = None
     taken: tuple["TakenBounds", ...] = ()
 
 
 class TakenBounds(NamedTuple):
-    """The outline of what is left out: of the labels of rows that have one, whether all do, and of the interval."""
+    """The bounds of what is left out: of the labels of rows that have one, whether all do, and of the interval."""
 
     label: Range | None
     has_label: Any
@@ -165,8 +165,8 @@ def is_allowed(of_queries: QueryMask, of_keys: KeyMask) -> Any:
         is_allowed &= of_keys.is_key
     if of_queries.document is not None and of_keys.document is not None:
         is_allowed &= of_queries.document == of_keys.document
-    if of_queries.residue is not None and of_keys.residue is not None:
-        is_allowed &= of_queries.residue == of_keys.residue
+    if of_queries.phase is not None and of_keys.phase is not None:
+        is_allowed &= of_queries.phase == of_keys.phase
     for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
         is_allowed &= _is_left(query, key, position)
     return is_allowed
@@ -183,26 +183,26 @@ def _is_left(query: Taken, key: Taken, position: Any) -> Any:
 
 
 def bounds_of_queries(mask: QueryMask, num_groups: int) -> Bounds:
-    """Returns the outline of tiles of queries that lie in so many groups apart from each other."""
+    """Returns the bounds of tiles of queries that lie in so many groups apart from each other."""
     is_query = None if mask.first is None else mask.first <= mask.last
     return Bounds(
         None if mask.first is None else _range(mask.first, num_groups),
         _range(mask.last, num_groups),
         document=None if mask.document is None else _range(mask.document, num_groups, is_query),
-        residue=None if mask.residue is None else _range(mask.residue, num_groups, is_query),
+        phase=None if mask.phase is None else _range(mask.phase, num_groups, is_query),
         taken=tuple(_bounds_of_taken(taken, num_groups) for taken in mask.taken),
     )
 
 
 def bounds_of_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Bounds:
-    """Returns the outline of tiles of keys, none of which is full where `is_full` is false."""
+    """Returns the bounds of tiles of keys, none of which is full where `is_full` is false."""
     position = _range(mask.position, num_groups, mask.is_key)
     return Bounds(
         position,
         position,
         None if mask.is_key is None else _reduce(jax.lax.reduce_and, mask.is_key, num_groups) & is_full,
         None if mask.document is None else _range(mask.document, num_groups, mask.is_key),
-        None if mask.residue is None else _range(mask.residue, num_groups, mask.is_key),
+        None if mask.phase is None else _range(mask.phase, num_groups, mask.is_key),
         tuple(_bounds_of_taken(taken, num_groups) for taken in mask.taken),
     )
 
@@ -240,7 +240,7 @@ def find_active_blocks(queries: Bounds, keys: Bounds, is_by_batch: bool = False)
         is_full &= of_queries.low.most <= of_keys.low.least
     if of_keys.is_full is not None:
         is_full &= of_keys.is_full
-    for one, other in ((of_queries.document, of_keys.document), (of_queries.residue, of_keys.residue)):
+    for one, other in ((of_queries.document, of_keys.document), (of_queries.phase, of_keys.phase)):
         if one is not None and other is not None:
             is_active &= (one.least <= other.most) & (other.least <= one.most)
             is_full &= (one.least == other.most) & (one.most == other.least)

@@ -102,7 +102,7 @@ class Rows(NamedTuple):
         if self.already_taken:
             return tokens
         tokens = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
-        if side.chunks == "residues":
+        if side.chunks == "phases":
             return self.strides.sort(tokens, side.step)
         if side.is_strided:
             rows = tokens
@@ -134,7 +134,7 @@ class Rows(NamedTuple):
 
     def _put_among(self, tokens: Array, rows: Array, combine: Combine) -> Array:
         side = self.side
-        if side.chunks == "residues":
+        if side.chunks == "phases":
             return self.strides.put_sorted(tokens, rows, side.step, combine)
         if side.is_strided:
             rows = jax.lax.slice_in_dim(rows, 0, side.span // side.step, axis=1)

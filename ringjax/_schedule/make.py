@@ -100,7 +100,7 @@ def _seen_across(branch: Branch, side: Side) -> tuple[int, int]:
         if boundary < side.length:
             back = max(back, boundary - branch.seen(boundary)[0])
             ahead = max(ahead, min(branch.seen(boundary - 1)[1] + 1, side.length) - boundary)
-    # Whole rows of residues, where shards are cut into these.
+    # Whole rows of phases, where shards are cut into these.
     unit = branch.modulus if side.shard_length % branch.modulus == 0 else 1
     return -(-back // unit) * unit, -(-ahead // unit) * unit
 
@@ -111,7 +111,7 @@ def _cut(one: BranchSchedule) -> BranchSchedule:
     if one.is_local and branch.period is not None:
         side = dataclasses.replace(side, chunks="segments")
     elif branch.modulus > 1 and side.shard_length % branch.modulus == 0:
-        side = dataclasses.replace(side, chunks="residues")
+        side = dataclasses.replace(side, chunks="phases")
     if one.is_causal and not one.is_local and one.is_one_segment:
         side = dataclasses.replace(side, halves=2)
     return dataclasses.replace(one, queries=side, keys=side)

@@ -223,7 +223,7 @@ class BranchSchedule:
     @property
     def continues(self) -> bool:
         """Whether it adds to sums of earlier branches in place: its rows are all tokens, in the order of these."""
-        are_in_order = self.queries.chunks != "residues" and not self.is_balanced
+        are_in_order = self.queries.chunks != "phases" and not self.is_balanced
         return self.addition == "in place" and self.branch.keeps_all and are_in_order
 
     def partner(self, shard: Any) -> Any:

@@ -24,7 +24,7 @@ class Side:
     program runs, see `at`. Of each shard, these are the rows among its `span` tokens from number `begin` on.
 
     These tokens are cut into chunks, each of which attends to itself and, on other shards, to chunks of its number:
-    into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"residues"`, tokens a rate apart. A
+    into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"phases"`, tokens a rate apart. A
     chunk has `chunk_rows` slots for the rows that a head keeps; a slot without a row is masked. The slots of a chunk
     are computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.
     """
@@ -38,7 +38,7 @@ class Side:
     is_moving: bool = False
     begin: int = 0
     span: int = 0
-    chunks: Literal["whole", "segments", "residues"] = "whole"
+    chunks: Literal["whole", "segments", "phases"] = "whole"
     halves: int = 1
     of_tile: int | None = None  # the chunks of a tile, where they have to be as many as in other tiles of the shard
 
@@ -52,7 +52,7 @@ class Side:
 
     def in_two_parts(self) -> tuple["Side", ...]:
         """Returns the rows among the first and the last half of each shard's tokens."""
-        unit = self.step if self.chunks == "residues" else 1
+        unit = self.step if self.chunks == "phases" else 1
         half = self.span // (2 * unit) * unit
         return tuple(self.part(begin, span) for begin, span in ((0, half), (half, self.span - half)) if span)
 
@@ -80,22 +80,22 @@ class Side:
 
     @property
     def _chunk_distance(self) -> int:
-        return 1 if self.chunks == "residues" else self.chunk_length
+        return 1 if self.chunks == "phases" else self.chunk_length
 
     @property
     def num_chunks(self) -> int:
         """The number of chunks of a shard."""
-        return self.branch.modulus if self.chunks == "residues" else -(-self.span // self.chunk_length)
+        return self.branch.modulus if self.chunks == "phases" else -(-self.span // self.chunk_length)
 
     @property
     def step(self) -> int:
         """The distance of the rows of a chunk that is strided, in tokens."""
-        return self.branch.modulus if self.chunks == "residues" else self.branch.offset_rate
+        return self.branch.modulus if self.chunks == "phases" else self.branch.offset_rate
 
     @functools.cached_property
     def chunk_rows(self) -> int:
         """The most rows that any head keeps of any chunk: a chunk has a slot for each."""
-        if self.chunks == "residues":
+        if self.chunks == "phases":
             return self.span // self.step
         period, rate = self.branch.period or 1, self.branch.offset_rate
         # From one period to the next all is the same; all chunks begin as segments do where these are their segments.
@@ -118,7 +118,7 @@ class Side:
     def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the chunk and the slot of a kept token of the shard."""
         local = token - self.first(shard)
-        if self.chunks == "residues":
+        if self.chunks == "phases":
             return remainder(local, self.step), local // self.step
         chunk = local // self.chunk_length
         return chunk, self.branch.rank(token, offset) - self.branch.rank(self.first(shard, chunk), offset)
@@ -126,7 +126,7 @@ class Side:
     @property
     def is_strided(self) -> bool:
         """Whether every head keeps one token, its offset, of each `step` tokens of a chunk, and no other."""
-        if self.chunks == "residues" or self.step == 1:
+        if self.chunks == "phases" or self.step == 1:
             return True
         lengths = self.shard_length, self.span, self.chunk_length, self.begin, self.first_token
         is_aligned = not self.is_moving and all(length % self.step == 0 for length in lengths)
@@ -136,7 +136,7 @@ class Side:
     @property
     def is_cut_evenly(self) -> bool:
         """Whether the last chunk of a shard is as long as the others."""
-        return self.chunks == "residues" or self.num_chunks * self.chunk_length == self.span
+        return self.chunks == "phases" or self.num_chunks * self.chunk_length == self.span
 
     @property
     def is_in_one_segment(self) -> bool:

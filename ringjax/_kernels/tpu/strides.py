@@ -23,15 +23,15 @@ _VMEM_BYTES = 64 * 2**20
 
 
 class _Blocks(NamedTuple):
-    """How tokens [B * N, D, n] and their rows are cut: blocks of `rows` rows of a residue.
+    """How tokens [B * N, D, n] and their rows are cut: blocks of `rows` rows of a phase.
 
-    Of each head the rows of one residue are wanted, its offset, or the `residues`, all of them.
+    Of each head the rows of one phase are wanted, its offset, or the `phases`, all of them.
     """
 
     shape: tuple[int, int, int]
     rate: int
     rows: int
-    residues: int
+    phases: int
 
     @property
     def width(self) -> int:
@@ -47,35 +47,35 @@ class _Blocks(NamedTuple):
     @property
     def num_rows(self) -> int:
         """The number of rows of a head."""
-        return self.residues * self.num_blocks * self.rows
+        return self.phases * self.num_blocks * self.rows
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """The heads, the parts of their widths, the blocks of their tokens, and the residues of these."""
-        return self.shape[0], self.shape[1] // self.width, self.num_blocks, self.residues
+        """The heads, the parts of their widths, the blocks of their tokens, and the phases of these."""
+        return self.shape[0], self.shape[1] // self.width, self.num_blocks, self.phases
 
     @property
     def of_tokens(self) -> pl.BlockSpec:
         """The tokens of a step."""
         block = 1, self.width, self.rows * self.rate
-        return pl.BlockSpec(block, lambda head, part, number, residue, offsets: (head, part, number))
+        return pl.BlockSpec(block, lambda head, part, number, phase, offsets: (head, part, number))
 
     @property
     def of_rows(self) -> pl.BlockSpec:
         """The rows of a step."""
 
-        def index(head: Any, part: Any, number: Any, residue: Any, offsets: Any) -> tuple[Any, ...]:
+        def index(head: Any, part: Any, number: Any, phase: Any, offsets: Any) -> tuple[Any, ...]:
             del offsets
-            return head, part, residue * self.num_blocks + number
+            return head, part, phase * self.num_blocks + number
 
         return pl.BlockSpec((1, self.width, self.rows), index)
 
     def at(self, offset: Any) -> Any:
-        """Returns the places of the rows of a residue among the tokens of a block."""
+        """Returns the places of the rows of a phase among the tokens of a block."""
         return pl.ds(offset, self.rows, self.rate), slice(None)
 
     def run(self, kernel: Any, offsets: Array, *arrays: Array, name: str, is_put: bool, interpret: Any) -> Array:
-        """Runs `kernel(offset, residue, *refs, turned)` with a block of tokens `turned` beside it.
+        """Runs `kernel(offset, phase, *refs, turned)` with a block of tokens `turned` beside it.
 
         Where it `is_put`, it reads rows and tokens, and writes tokens in place; else it reads tokens and writes rows.
         """
@@ -83,8 +83,8 @@ class _Blocks(NamedTuple):
 
         def body(offsets: Any, *refs: Any) -> None:
             number = jax.lax.rem(pl.program_id(0), np.int32(offsets.shape[0]))
-            residue = pl.program_id(3)
-            kernel(residue if self.residues > 1 else offsets[number], residue, *refs)
+            phase = pl.program_id(3)
+            kernel(phase if self.phases > 1 else offsets[number], phase, *refs)
 
         num_bytes = 2 * sum(array.size * array.dtype.itemsize for array in arrays)
         specs = [self.of_rows, self.of_tokens] if is_put else [self.of_tokens]
@@ -120,7 +120,7 @@ class TpuStrides(Strides):
         self.interpret = interpret
 
     def take(self, tokens: Shaped[Array, "B n N D"], rate: int, offset: Any, is_whole: bool) -> Array:
-        blocks = _blocks(tokens, rate, residues=1)
+        blocks = _blocks(tokens, rate, phases=1)
         if blocks is None:
             return super().take(tokens, rate, offset, is_whole)
         return self._read(blocks, tokens, _of_heads(offset, tokens), "take")
@@ -128,26 +128,26 @@ class TpuStrides(Strides):
     def put(
         self, tokens: Shaped[Array, "B n N D"], rows: Shaped[Array, "B m N D"], rate: int, offset: Any, combine: Combine
     ) -> Array:
-        blocks = _blocks(tokens, rate, residues=1)
+        blocks = _blocks(tokens, rate, phases=1)
         if blocks is None:
             return super().put(tokens, rows, rate, offset, combine)
         return self._write(blocks, tokens, rows, _of_heads(offset, tokens), combine, "put")
 
     def sort(self, tokens: Shaped[Array, "B n N D"], rate: int) -> Array:
-        blocks = _blocks(tokens, rate, residues=rate)
+        blocks = _blocks(tokens, rate, phases=rate)
         if blocks is None:
             return super().sort(tokens, rate)
         return self._read(blocks, tokens, _of_heads(np.zeros(1), tokens), "sort")
 
     def put_sorted(self, tokens: Array, rows: Array, rate: int, combine: Combine) -> Array:
-        blocks = _blocks(tokens, rate, residues=rate)
+        blocks = _blocks(tokens, rate, phases=rate)
         if blocks is None:
             return super().put_sorted(tokens, rows, rate, combine)
         return self._write(blocks, tokens, rows, _of_heads(np.zeros(1), tokens), combine, "put_sorted")
 
     def _read(self, blocks: _Blocks, tokens: Array, offsets: Array, name: str) -> Array:
-        def kernel(offset: Any, residue: Any, tokens_ref: Any, rows_ref: Any, turned: Any) -> None:
-            @pl.when(residue == 0)
+        def kernel(offset: Any, phase: Any, tokens_ref: Any, rows_ref: Any, turned: Any) -> None:
+            @pl.when(phase == 0)
             def _() -> None:
                 turned[...] = tokens_ref[0].astype(jnp.float32).T  # [n, D]
 
@@ -158,14 +158,14 @@ class TpuStrides(Strides):
         return _tokens_first(rows, tokens)
 
     def _write(self, blocks: _Blocks, tokens: Array, rows: Array, offsets: Array, combine: Combine, name: str) -> Array:
-        def kernel(offset: Any, residue: Any, rows_ref: Any, tokens_ref: Any, out_ref: Any, turned: Any) -> None:
+        def kernel(offset: Any, phase: Any, rows_ref: Any, tokens_ref: Any, out_ref: Any, turned: Any) -> None:
             turned[blocks.at(offset)] = rows_ref[0].astype(jnp.float32).T
 
-            @pl.when(residue == blocks.residues - 1)
+            @pl.when(phase == blocks.phases - 1)
             def _() -> None:
                 spread, token = turned[...].T.astype(out_ref.dtype), tokens_ref[0]  # [D, n]
                 combined = combine(token, spread)
-                if blocks.residues == 1:  # what lies elsewhere is of other blocks
+                if blocks.phases == 1:  # what lies elsewhere is of other blocks
                     number = jax.lax.broadcasted_iota(jnp.int32, (1, token.shape[1]), 1)
                     combined = jnp.where(jax.lax.rem(number, np.int32(blocks.rate)) == offset, combined, token)
                 out_ref[0] = combined
@@ -175,14 +175,14 @@ class TpuStrides(Strides):
         return _tokens_first(out, tokens)
 
 
-def _blocks(tokens: Shaped[Array, "B n N D"], rate: int, residues: int) -> _Blocks | None:
+def _blocks(tokens: Shaped[Array, "B n N D"], rate: int, phases: int) -> _Blocks | None:
     """Returns the blocks of tokens, None where these are not whole, or too wide."""
     batch, length, heads, width = tokens.shape
     is_block = lambda rows: rows * rate <= _MOST_TOKENS and length % (rows * rate) == 0
     rows = next(filter(is_block, (_MOST_ROWS, 2 * LANES, LANES)), None)
     if rows is None or width % 8 or (width > LANES and width % _LEAST_WIDTH):
         return None
-    return _Blocks((batch * heads, width, length), rate, rows, residues)
+    return _Blocks((batch * heads, width, length), rate, rows, phases)
 
 
 def _tokens_last(array: Shaped[Array, "B n N D"]) -> Shaped[Array, "BN D n"]:
