@@ -28,15 +28,17 @@ def combined_dtype(tokens: Array, rows: Array, combine: Combine = put) -> jnp.dt
 
 
 class Strides:
-    """The ways of XLA, by platforms."""
+    """What XLA does best, by platforms."""
 
     def take(
         self, tokens: Shaped[Array, "B n N D"], rate: int, offset: UInt[Array | np.ndarray, "O"], is_whole: bool
     ) -> Shaped[Array, "B m N D"]:
         """Returns the token number `offset` of each r; `is_whole` as `Rows` has it."""
-        ways = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if is_whole else {})
-        ways = {platform: functools.partial(function, offset=offset) for platform, function in ways.items()}
-        return jax.lax.platform_dependent(_split(tokens, rate), **ways)
+        by_platform = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if is_whole else {})
+        by_platform = {
+            platform: functools.partial(function, offset=offset) for platform, function in by_platform.items()
+        }
+        return jax.lax.platform_dependent(_split(tokens, rate), **by_platform)
 
     def put(
         self,
@@ -47,10 +49,10 @@ class Strides:
         combine: Combine,
     ) -> Shaped[Array, "B n N D"]:
         """Replaces the token number `offset` of each r by what is made of both."""
-        ways = {"cpu": put_slices, "tpu": put_in_one_pass, "default": put_selected}
+        by_platform = {"cpu": put_slices, "tpu": put_in_one_pass, "default": put_selected}
         more = {"offset": offset, "combine": combine}
-        ways = {platform: functools.partial(function, **more) for platform, function in ways.items()}
-        return jax.lax.platform_dependent(_split(tokens, rate), rows, **ways).reshape(tokens.shape)
+        by_platform = {name: functools.partial(function, **more) for name, function in by_platform.items()}
+        return jax.lax.platform_dependent(_split(tokens, rate), rows, **by_platform).reshape(tokens.shape)
 
     def sort(self, tokens: Shaped[Array, "B n N D"], rate: int) -> Shaped[Array, "B n N D"]:
         """Returns the tokens that are the first of each r, then those that are the second, and so on."""

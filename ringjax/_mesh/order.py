@@ -31,8 +31,8 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
         is_there = _count_bits(earlier) <= 32 * len(jax.tree.leaves(earlier))
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
-    ways = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
-    return jax.lax.platform_dependent(arrays, earlier, **ways, default=lambda arrays, _: arrays)
+    by_platform = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
+    return jax.lax.platform_dependent(arrays, earlier, **by_platform, default=lambda arrays, _: arrays)
 
 
 def unroll(numbers: Array, platform: str | None) -> int:

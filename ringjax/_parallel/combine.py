@@ -72,7 +72,7 @@ class Outputs:
         """Returns the results of a branch where its rows are kept, given what was found where they are computed."""
         implementation = task.implementation
         out, lse = implementation.finish(found)
-        out, lse = task.ways.swap_back((*task.narrow([out], task.queries.tokens), lse))
+        out, lse = task.collectives.swap_back((*task.narrow([out], task.queries.tokens), lse))
         return out, jnp.expand_dims(lse, width_axis(implementation.slots_axis))
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
@@ -127,7 +127,7 @@ class Gradients(Outputs):
         if found.query is None:
             return found
         query_grad = found.query.astype(task.queries.tokens[0].dtype) if self._is_only(0) else found.query
-        return found._replace(query=task.ways.swap_back(query_grad))
+        return found._replace(query=task.collectives.swap_back(query_grad))
 
     def put(self, layout: Layout, total: Total, results: Any) -> Total:
         """Puts what a branch adds among tokens that have nothing."""

@@ -23,7 +23,7 @@ def backward(task: Task) -> Addends:
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **task.before_of("query"))
     grads = implementation.backward(queries.arrays, keys.arrays, step, plan.weighting, grads)
     query_grad, *keys_grad = implementation.finish_gradients(grads, plan.weighting)
-    key_grad, value_grad = task.ways.scatter(tuple(keys_grad))
+    key_grad, value_grad = task.collectives.scatter(tuple(keys_grad))
     if task.before is not None:
         key_grad, value_grad = map(jnp.add, task.before[1:], (key_grad, value_grad))
     return Addends(query_grad, key_grad, value_grad)
@@ -31,7 +31,7 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task) -> tuple[Tiles, Tiles, AttentionStep]:
     schedule, implementation = task.schedule, task.implementation
-    queries, keys = task.take_swapped(task.queries), task.ways.gather(task.take(task.keys))
+    queries, keys = task.take_swapped(task.queries), task.collectives.gather(task.take(task.keys))
     rows, size = task.keys.layout.rows, schedule.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = implementation.see(task.slots(task.queries, queries), task.noise)

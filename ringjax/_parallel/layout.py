@@ -16,8 +16,8 @@ from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
 from ringjax._kernels.strides import Combine, combined_dtype
 from ringjax._mesh.order import after, zeros_behind
+from ringjax._parallel.collectives import Collectives, Moved
 from ringjax._parallel.plan import Plan
-from ringjax._parallel.ways import Moved, Ways
 from ringjax._schedule.schedule import BranchSchedule, Leg
 from ringjax._schedule.side import Side
 
@@ -153,9 +153,9 @@ class Task(NamedTuple):
         return self.queries.layout.implementation
 
     @property
-    def ways(self) -> Ways:
+    def collectives(self) -> Collectives:
         """How its rows move."""
-        return self.plan.ways(self.schedule)
+        return self.plan.collectives(self.schedule)
 
     def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
         """Returns results in the dtypes in which they travel."""
@@ -197,15 +197,15 @@ class Task(NamedTuple):
         # but for branches that wait for each other anyway.
         is_only = len(self.plan.schedules) == 1
         is_copied = is_only and self.schedule.is_balanced and operand.layout.rows.is_whole
-        return self.ways.swap(self.take(operand, is_copied=is_copied))
+        return self.collectives.swap(self.take(operand, is_copied=is_copied))
 
     def send(self, operand: Operand, leg: Leg) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""
         halo = operand.of_halo(leg)
         rows, documents = after(halo.take_rows(), self.earlier)
-        moved = self.ways.hop_rows(rows, leg.halo_hops)
+        moved = self.collectives.hop_rows(rows, leg.halo_hops)
         if documents is not None:
-            documents = self.ways.hop(documents, leg.halo_hops)
+            documents = self.collectives.hop(documents, leg.halo_hops)
         return Halo(halo, moved, documents)
 
     def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:

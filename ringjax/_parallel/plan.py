@@ -15,8 +15,8 @@ from ringjax._kernels.rows import BranchHeads, Rows, pick
 from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.axes import Axes
 from ringjax._mesh.placement import Placement
+from ringjax._parallel.collectives import Collectives
 from ringjax._parallel.exchange import Exchange
-from ringjax._parallel.ways import Ways
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.heads import HeadParts
 from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
@@ -163,6 +163,6 @@ class Plan:
         """Returns what computes a branch."""
         return IMPLEMENTATIONS[schedule.implementation]
 
-    def ways(self, schedule: BranchSchedule) -> Ways:
+    def collectives(self, schedule: BranchSchedule) -> Collectives:
         """Returns how rows of a branch move."""
-        return Ways(schedule, self.exchange, self.implementation(schedule).slots_axis)
+        return Collectives(schedule, self.exchange, self.implementation(schedule).slots_axis)

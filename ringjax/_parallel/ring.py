@@ -46,7 +46,7 @@ def forward(task: Task) -> Any:
     if not rotating:
         partial = attend(partial, task.keys, keys, 0, 1)
     for number, leg in enumerate(rotating):
-        hop = functools.partial(task.ways.hop, hops=leg.direction)
+        hop = functools.partial(task.collectives.hop, hops=leg.direction)
 
         def hop_and_attend(carry: Any, hops: Array, leg: Leg = leg, hop: Any = hop) -> tuple[Any, None]:
             keys, partial = carry
@@ -107,12 +107,12 @@ def backward(task: Task) -> Addends:
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
     addends = finish(sent.parts[0].grad)
     if schedule.is_closed:
-        return Addends(addends[0], *task.ways.swap_back(task.narrow(addends[1:], task.keys.tokens)))
+        return Addends(addends[0], *task.collectives.swap_back(task.narrow(addends[1:], task.keys.tokens)))
     parts = []
     for part in sent.parts:
         finished = finish(part.grad)
         rows = tuple(part.layout.take_back(finished[number]) for number in numbers)
-        rows = task.ways.hop_rows(rows, part.hops).take_apart() if part.hops else rows
+        rows = task.collectives.hop_rows(rows, part.hops).take_apart() if part.hops else rows
         parts += [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
     query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
     return Addends(query, key, value, tuple(parts))
@@ -159,7 +159,7 @@ def _travel(
     """
     rotating = [leg for leg in legs if leg.rotations]
     turn = lambda leg: functools.partial(visit, direction=leg.direction)
-    hop = lambda tiles, leg: task.ways.hop(tiles, leg.direction)
+    hop = lambda tiles, leg: task.collectives.hop(tiles, leg.direction)
     if task.schedule.is_closed:
         own_grad, resident_grad = visit_own(resident_grad, operand, tiles, 0, 1)
         for leg in rotating:
@@ -197,9 +197,9 @@ def _rotate(
 ) -> tuple[Any, Any]:
     """Rotates tiles that have made the first hop, and the sums of their gradients, and brings these back."""
     size, direction = leg.rotations, leg.direction
-    hop = functools.partial(task.ways.hop, hops=direction)
+    hop = functools.partial(task.collectives.hop, hops=direction)
     # Sums go round the ends, where their tiles do not: else they would not come back.
-    rotate = task.ways.rotate
+    rotate = task.collectives.rotate
 
     def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
         arrays, grad, resident_grad = carry

@@ -74,8 +74,8 @@ def _over_devices(function: Callable[..., Any], inputs: str, outputs: str, plan:
     plan_elsewhere = dataclasses.replace(plan, schedules=plan.elsewhere, elsewhere=None)
     elsewhere = _over_devices(function, inputs, outputs, plan_elsewhere)
     names = (plan.implementation(schedule).platform for schedule in plan.schedules)
-    ways = {name: mapped for name in names if name is not None}
-    return lambda *arrays: jax.lax.platform_dependent(*arrays, default=elsewhere, **ways)
+    by_platform = {name: mapped for name in names if name is not None}
+    return lambda *arrays: jax.lax.platform_dependent(*arrays, default=elsewhere, **by_platform)
 
 
 def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: Any) -> Array | None:

@@ -1,4 +1,4 @@
-"""The ways in which the rows of a branch move: round rings, along hops, halves that are swapped, and all to each."""
+"""The collectives that move the rows of a branch: round rings, along hops, halves that are swapped, and all to each."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def _pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
     return Moved(tuple(messages), tuple(places), tuple(all_ends))
 
 
-class Ways(NamedTuple):
+class Collectives(NamedTuple):
     """How rows of a branch move between the shards of an exchange; tiles of them have slots along `slots_axis`."""
 
     schedule: BranchSchedule
