@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ringjax._mesh.order import after
-from ringjax._parallel.exchange import Exchange
+from ringjax._parallel.ulysses import Ulysses
 from ringjax._schedule.schedule import BranchSchedule
 
 
@@ -51,7 +51,7 @@ class Collectives(NamedTuple):
     """How rows of a branch move between the shards of an exchange; tiles of them have slots along `slots_axis`."""
 
     schedule: BranchSchedule
-    exchange: Exchange
+    ulysses: Ulysses
     slots_axis: int
 
     def rotate(self, arrays: Any, hops: int = 1) -> Any:
@@ -67,7 +67,7 @@ class Collectives(NamedTuple):
         return _pack(lambda packed: self.hop(packed, hops), rows)
 
     def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
-        return jax.lax.ppermute(arrays, self.exchange.axis_name, self.exchange.pairs(permutation))
+        return jax.lax.ppermute(arrays, self.ulysses.axis_name, self.ulysses.pairs(permutation))
 
     def swap(self, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
@@ -92,7 +92,7 @@ class Collectives(NamedTuple):
     def _sort(self, tiles: Any) -> Any:
         if not self.schedule.sorts_halves:
             return tiles
-        is_late = self.schedule.is_late(self.exchange.shard)
+        is_late = self.schedule.is_late(self.ulysses.shard)
         flip = lambda array: jax.lax.concatenate(self._halves(array)[::-1], self._axis(array))
         return jax.tree.map(lambda array: jnp.where(is_late, flip(array), array), tiles)
 
@@ -122,8 +122,8 @@ class Collectives(NamedTuple):
             return tiles
         collect = functools.partial(
             collective,
-            axis_name=self.exchange.axis_name,
-            axis_index_groups=self.exchange.groups(self.schedule.gather_groups),
+            axis_name=self.ulysses.axis_name,
+            axis_index_groups=self.ulysses.groups(self.schedule.gather_groups),
             tiled=True,
         )
         if self.slots_axis:

@@ -117,7 +117,7 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
         )
         tokens = (own, _), keys, _ = _enter(part, queries, arrays[1:], context, earlier)
         # A gradient that nothing is added to travels in the dtype of the caller's array.
-        is_final, num_copies = len(plan.parts) == 1, part.exchange.num_copies(arrays[1].shape[2])
+        is_final, num_copies = len(plan.parts) == 1, part.ulysses.num_copies(arrays[1].shape[2])
         are_final = is_final, *2 * [is_final and num_copies == 1]
         kind = Gradients(part, *_of_heads(part, context, batch_shape, heads), are_final)
         total = tuple(jnp.zeros_like(array, zero.dtype) + zero for array in (own, *keys))
@@ -138,20 +138,20 @@ def _enter(
     earlier: Any,
 ) -> tuple[tuple[Any, ...], tuple[Array, ...], tuple[Array | None, ...]]:
     """Returns the queries, the keys and the documents of a part of the plan, after the exchange of tokens for heads."""
-    exchange, documents = part.exchange, context.documents
-    if exchange.size > 1:
+    ulysses, documents = part.ulysses, context.documents
+    if ulysses.size > 1:
         if rows := part.rows_exchanged(queries[0].shape[2]):
             of_queries, of_keys = rows
             queries, keys = jax.tree.map(of_queries.take, queries), jax.tree.map(of_keys.take, keys)
-        documents = exchange.gather(after(documents, earlier))
-        spread = jax.tree.map(exchange.spread_keys, keys)
+        documents = ulysses.gather(after(documents, earlier))
+        spread = jax.tree.map(ulysses.spread_keys, keys)
         leaves, tree = jax.tree.flatten(after((queries, spread), (documents, earlier)))
-        queries, keys = tree.unflatten(exchange.to_heads(leaves))
+        queries, keys = tree.unflatten(ulysses.to_heads(leaves))
     return queries, keys, documents
 
 
 def _of_heads(part: Plan, context: Context, batch_shape: tuple[Any, ...], num_heads: int) -> tuple[Noise | None, int]:
-    """Returns what the dropout of a member is drawn from, and how many query heads share a key/value head."""
+    """Returns what the dropout of a rank is drawn from, and how many query heads share a key/value head."""
     num_heads //= part.ulysses_size
     return part.noise(context.seed, batch_shape, num_heads), num_heads // part.local_heads
 
@@ -160,12 +160,12 @@ def _leave(
     part: Plan, queries: tuple[Array, ...], keys: tuple[Array, ...], arrays: Any, fills: tuple[float, ...]
 ) -> tuple[Array, ...]:
     """Returns what a device's own tokens have of results of queries and of keys, and `fills` where they have none."""
-    exchange, (batch, length, num_kv_heads, _) = part.exchange, arrays[1].shape
-    if exchange.size == 1:
+    ulysses, (batch, length, num_kv_heads, _) = part.ulysses, arrays[1].shape
+    if ulysses.size == 1:
         return *queries, *keys
-    moved = exchange.to_tokens((*queries, *keys))
+    moved = ulysses.to_tokens((*queries, *keys))
     queries = moved[: len(queries)]
-    keys = tuple(exchange.add_copies(array, num_kv_heads) for array in moved[len(queries) :])
+    keys = tuple(ulysses.add_copies(array, num_kv_heads) for array in moved[len(queries) :])
     rows = part.rows_exchanged(arrays[0].shape[2])
     if rows is None:
         return *queries, *keys

@@ -16,7 +16,7 @@ from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.axes import Axes
 from ringjax._mesh.placement import Placement
 from ringjax._parallel.collectives import Collectives
-from ringjax._parallel.exchange import Exchange
+from ringjax._parallel.ulysses import Ulysses
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.heads import HeadParts
 from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_together
@@ -72,11 +72,11 @@ class Plan:
         return rows.in_groups(num_heads // device.local_heads), rows
 
     @property
-    def exchange(self) -> Exchange:
+    def ulysses(self) -> Ulysses:
         """How devices make up shards."""
-        return Exchange(self.placement.axis_name, self.placement.num_shards, self.ulysses_size)
+        return Ulysses(self.placement.axis_name, self.placement.num_shards, self.ulysses_size)
 
-    # Heads are cut over axes of the mesh first, then over the members of a shard.
+    # Heads are cut over axes of the mesh first, then over the ranks of a shard.
 
     @property
     def _head_parts(self) -> HeadParts:
@@ -87,7 +87,7 @@ class Plan:
         """The number of this device's part of the heads."""
         axes = self.placement.heads
         outer = jax.lax.axis_index(axes) * self.ulysses_size if axes else 0
-        return outer + self.exchange.member
+        return outer + self.ulysses.rank
 
     @property
     def first_head(self) -> Any:
@@ -105,7 +105,7 @@ class Plan:
         return Rows(
             schedule,
             schedule.queries,
-            self.exchange.shard,
+            self.ulysses.shard,
             heads,
             self.placement.is_whole,
             schedule.exchanges_rows,
@@ -165,4 +165,4 @@ class Plan:
 
     def collectives(self, schedule: BranchSchedule) -> Collectives:
         """Returns how rows of a branch move."""
-        return Collectives(schedule, self.exchange, self.implementation(schedule).slots_axis)
+        return Collectives(schedule, self.ulysses, self.implementation(schedule).slots_axis)

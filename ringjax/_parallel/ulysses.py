@@ -2,7 +2,7 @@
 
 All of them then see each other's tokens without sending any (DeepSpeed-Ulysses, arXiv 2309.14509); rows travel between
 such shards (USP, arXiv 2405.07719). B batch, n tokens of a device, K its key/value heads, E those that are exchanged,
-which may be some of K repeated, L heads that each member has then.
+which may be some of K repeated, L heads that each rank has then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from ringjax._mesh.order import after
 _NARROW = 16
 
 
-class Exchange(NamedTuple):
+class Ulysses(NamedTuple):
     """How devices along a mesh axis make up shards: `size` consecutive ones each, which part its heads among them."""
 
     axis_name: str | None
@@ -38,7 +38,7 @@ class Exchange(NamedTuple):
         return device if self.size == 1 else jax.lax.div(device, jnp.int32(self.size))
 
     @property
-    def member(self) -> Any:
+    def rank(self) -> Any:
         """The number of this device in its shard."""
         return 0 if self.size == 1 else jax.lax.rem(jax.lax.axis_index(self.axis_name), jnp.int32(self.size))
 
@@ -52,11 +52,11 @@ class Exchange(NamedTuple):
         return [[self.size * shard + one for shard in group] for group in groups for one in range(self.size)]
 
     def num_copies(self, num_kv_heads: int) -> int:
-        """Returns the number of members that need each of a device's key/value heads."""
+        """Returns the number of ranks that need each of a device's key/value heads."""
         return max(1, self.size // num_kv_heads)
 
     def spread_keys(self, array: Shaped[Array, "B n K D"]) -> Shaped[Array, "B n E D"]:
-        """Repeats heads so that every member has one."""
+        """Repeats heads so that every rank has one."""
         copies = self.num_copies(array.shape[2])
         return array if copies == 1 else jnp.repeat(array, copies, axis=2)
 
@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
         return array if copies == 1 else array.reshape(*array.shape[:2], num_kv_heads, copies, -1).sum(axis=3)
 
     def to_heads(self, arrays: Sequence[Shaped[Array, "B _ _ _"]]) -> tuple[Shaped[Array, "B _ _ _"], ...]:
-        """Gives each member all tokens of the shard, in order, and its part of the heads."""
+        """Gives each rank all tokens of the shard, in order, and its part of the heads."""
         return self._move("B n (p L) D", "B (p n) L D", arrays)
 
     def to_tokens(self, arrays: Sequence[Shaped[Array, "B _ _ _"]]) -> tuple[Shaped[Array, "B _ _ _"], ...]:
@@ -74,7 +74,7 @@ class Exchange(NamedTuple):
         return self._move("B (p n) L D", "B n (p L) D", arrays)
 
     def gather(self, documents: Sequence[Int[Array, "B _"] | None]) -> tuple[Int[Array, "B _"] | None, ...]:
-        """Gives each member the documents of the shard's tokens."""
+        """Gives each rank the documents of the shard's tokens."""
 
         def gather(array: Array, earlier: Any) -> Array:
             array, groups = after(array, earlier), self._members
@@ -92,7 +92,7 @@ class Exchange(NamedTuple):
         return np.arange(self.num_devices).reshape(-1, self.size).tolist()
 
     def _move(self, here: str, there: str, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        # The parts of the members come first, where a compiler moves them without a copy. Each array by itself: to lay
+        # The parts of the ranks come first, where a compiler moves them without a copy. Each array by itself: to lay
         # several side by side and to take them apart takes as many passes as the exchange itself, and memory.
         moved: list[Array] = []
         orders = ["p B n L D" if array.shape[-1] >= _NARROW else "p B L D n" for array in arrays]
@@ -104,7 +104,7 @@ class Exchange(NamedTuple):
         return tuple(rearrange(parts, f"{order} -> {there}") for parts, order in zip(moved, orders, strict=True))
 
     def _exchange(self, parts: Shaped[Array, "p B *rest"]) -> Shaped[Array, "p B *rest"]:
-        """Gives each member its part, and returns the parts that this one gets."""
+        """Gives each rank its part, and returns the parts that this one gets."""
         # jax has no rule for a vmap of groups: instances are one more of the batch.
         mapped = custom_vmap(
             lambda parts: jax.lax.all_to_all(parts, self.axis_name, 0, 0, axis_index_groups=self._members, tiled=True)
