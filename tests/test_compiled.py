@@ -92,7 +92,7 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     assert hops > 0
     work = Work(DilatedPattern([schedule.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
     (schedule,) = choose_travelling_side(work, (schedule,))
-    assert schedule.queries_travel == (heads[0] == heads[1])
+    assert schedule.rotates_queries == (heads[0] == heads[1])
 
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)

@@ -402,15 +402,15 @@ def test_what_pairs_take_beside_products():
     assert taken.backward.products == pytest.approx(ring.backward.products + 2 * ring.computed)
 
 
-@pytest.mark.parametrize(("of_query", "of_keys", "queries_travel"), [(4, 4, True), (4, 2, False), (2, 4, True)])
-def test_the_lighter_side_travels_also_where_dtypes_differ(of_query, of_keys, queries_travel):
+@pytest.mark.parametrize(("of_query", "of_keys", "rotates_queries"), [(4, 4, True), (4, 2, False), (2, 4, True)])
+def test_the_lighter_side_travels_also_where_dtypes_differ(of_query, of_keys, rotates_queries):
     mesh, dtypes = make_mesh(seq=8), {2: jnp.bfloat16, 4: jnp.float32}
     shape = lambda size: jax.ShapeDtypeStruct((1, 1024, 8, 16), dtypes[size])
     attend = functools.partial(ringjax.ring_dilated_attention, pattern=[Segments(1024)], mesh=mesh)
     with recording() as records:
         jax.eval_shape(attend, *map(shape, (of_query, of_keys, of_keys)))
     (schedule,) = records[0].call.implement(records[0].call.schedules("ring"))
-    assert schedule.queries_travel == queries_travel
+    assert schedule.rotates_queries == rotates_queries
 
 
 def test_blocks_fit_the_batches_and_heads_of_a_shard():

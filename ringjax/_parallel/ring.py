@@ -73,7 +73,7 @@ def backward(task: Task) -> Addends:
     see_keys = lambda *where: implementation.see(task.slots(*where))
     of_earlier = task.before_of("query", "key", "value")
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **of_earlier)
-    own = see_keys(task.keys, keys) if schedule.queries_travel else see_queries(task.queries, queries)
+    own = see_keys(task.keys, keys) if schedule.rotates_queries else see_queries(task.queries, queries)
 
     def visit_keys(
         keys_grad: Any, operand: Operand, queries: Tiles, hops: Any, direction: int, **before: Array
@@ -94,7 +94,7 @@ def backward(task: Task) -> Addends:
         grads = implementation.backward(queries.arrays, keys.arrays, step, plan.weighting, grads)
         return (grads.key, grads.value), grads.query
 
-    if schedule.queries_travel:
+    if schedule.rotates_queries:
         visit_own = functools.partial(visit_keys, **task.before_of("query"))
         sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, visit_own, tuple(grads[1:]))
         with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])

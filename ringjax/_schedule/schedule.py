@@ -66,7 +66,7 @@ class BranchSchedule:
     `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
     exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them,
     and `addition` how its results are added to those of other branches, see `Addition`. The backward needs
-    `residual_bytes` of each query head's row beside the query; None where tiles compute. Where `queries_travel`, the
+    `residual_bytes` of each query head's row beside the query; None where tiles compute. Where `rotates_queries`, the
     backward sends queries on their ways, not keys.
     Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
     queries and of keys, where tiles do not end with chunks.
@@ -84,7 +84,7 @@ class BranchSchedule:
     earlier: tuple[tuple[int, Branch], ...] = ()
     ulysses_size: int = 1
     exchanges_rows: bool = False
-    queries_travel: bool = False
+    rotates_queries: bool = False
     sorts_halves: bool = True
     strategy: str = "ring"
     implementation: str = "xla"

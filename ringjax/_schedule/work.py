@@ -140,7 +140,7 @@ def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
     """
     are_lighter = [_are_queries_lighter(schedule, work.row_bytes(schedule)) for schedule in schedules]
     of_all = zip(schedules, are_lighter, strict=True)
-    return tuple(dataclasses.replace(schedule, queries_travel=is_lighter) for schedule, is_lighter in of_all)
+    return tuple(dataclasses.replace(schedule, rotates_queries=is_lighter) for schedule, is_lighter in of_all)
 
 
 def _are_queries_lighter(schedule: BranchSchedule, row: RowBytes) -> bool:

@@ -44,7 +44,7 @@ def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterat
     yield from _ways("forward", schedule, schedule.key_legs, schedule.keys, work.keys_row(schedule))
     if has_gradient:
         row = work.row_bytes(schedule)
-        do_queries = schedule.queries_travel
+        do_queries = schedule.rotates_queries
         legs, side = (schedule.query_legs, schedule.queries) if do_queries else (schedule.key_legs, schedule.keys)
         arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
         yield from _ways("backward", schedule, legs, side, arrays)
