@@ -30,7 +30,7 @@ from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 
 
-class Noise(NamedTuple):
+class DropoutCounters(NamedTuple):
     """What the dropout of a branch is drawn from: the seeds, and the global numbers of batches and query heads."""
 
     seed: UInt[Array, "B 2"]
@@ -196,9 +196,9 @@ class AttentionStep(NamedTuple):
         return self.is_branch_final and self.schedule.is_local
 
 
-def see_queries(slots: Slots, noise: Noise | None = None) -> View:
-    """Returns the side of queries, whose dropout is drawn from `noise`."""
-    mask = mask_queries(slots, noise)
+def see_queries(slots: Slots, counters: DropoutCounters | None = None) -> View:
+    """Returns the side of queries, whose dropout is drawn from `counters`."""
+    mask = mask_queries(slots, counters)
     bounded = mask if slots.rows.is_whole else mask_queries(slots.bounded())
     # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
     is_by_batch = slots.documents is not None and slots.rows.is_whole
@@ -222,13 +222,13 @@ def make_mask(step: AttentionStep) -> Mask:
     return Mask(queries.mask, keys.mask, blocks, queries.is_by_batch)
 
 
-def mask_queries(slots: Slots, noise: Noise | None = None, are_chunks_apart: bool = True) -> QueryMask:
+def mask_queries(slots: Slots, counters: DropoutCounters | None = None, are_chunks_apart: bool = True) -> QueryMask:
     """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
     schedule = slots.schedule
     token, is_row = slots.tokens()
     document, phase, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
     is_row = slots.of_members(is_row, document)
-    stream = () if noise is None else noise.stream(token)
+    stream = () if counters is None else counters.stream(token)
     first, last = _interval(slots.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))

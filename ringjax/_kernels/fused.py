@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, Noise, Slots
+from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots
 from ringjax._kernels.interface import Request
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
@@ -87,9 +87,9 @@ class Fused(KernelImplementation):
     def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
         return rearrange(tiles, "(B C) R N D -> B (C R) N D", C=side.num_chunks)
 
-    def see(self, slots: Slots, noise: Noise | None = None) -> ChunkView:
+    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> ChunkView:
         """Returns what is seen of queries, or of keys."""
-        del noise
+        del counters
         return see(slots)
 
     def forward(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, Noise, Slots
+from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots
 from ringjax._kernels.softmax import Keys, Queries, Weighting, residuals
 from ringjax._kernels.strides import Strides
 from ringjax._schedule.schedule import Addition, BranchSchedule
@@ -90,8 +90,8 @@ class Implementation(abc.ABC):
         """Undoes `lay_out`."""
 
     @abc.abstractmethod
-    def see(self, slots: Slots, noise: Noise | None = None) -> Any:
-        """Returns what it sees of slots of queries, whose dropout is drawn from `noise`, or of keys."""
+    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> Any:
+        """Returns what it sees of slots of queries, whose dropout is drawn from `counters`, or of keys."""
 
     @abc.abstractmethod
     def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Any:

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, View, make_mask, mask_keys, mask_queries
+from ringjax._kernels.attention_step import (
+    AttentionStep,
+    DropoutCounters,
+    Slots,
+    View,
+    make_mask,
+    mask_keys,
+    mask_queries,
+)
 from ringjax._kernels.hopper import ptxas
 from ringjax._kernels.interface import Request, width_axis
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
@@ -107,10 +115,10 @@ class Mosaic(KernelImplementation):
         del side
         return rearrange(tiles, f"{self.order} -> B m N D")
 
-    def see(self, slots: Slots, noise: Noise | None = None) -> View:
+    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> View:
         """Returns the masks of tiles of queries, or of keys."""
         if not slots.is_of_keys:
-            mask = self._tile(mask_queries(self._unfold(slots), noise, are_chunks_apart=False), _tile_rows(slots)[0])
+            mask = self._tile(mask_queries(self._unfold(slots), counters, are_chunks_apart=False), _tile_rows(slots)[0])
             return View(mask, bounds_of_queries(mask, 1), slots.documents is not None)
         mask = mask_keys(self._unfold(slots), are_chunks_apart=False)
         # True for all slots that do not say otherwise: `_tile` adds rows with False.

@@ -10,7 +10,15 @@ from einops import rearrange
 from jaxtyping import Array, Shaped
 
 from ringjax._kernels import tiles
-from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, View, make_mask, see_keys, see_queries
+from ringjax._kernels.attention_step import (
+    AttentionStep,
+    DropoutCounters,
+    Slots,
+    View,
+    make_mask,
+    see_keys,
+    see_queries,
+)
 from ringjax._kernels.interface import Implementation, Request
 from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.tiles import Gradients, Partial
@@ -40,8 +48,8 @@ class Xla(Implementation):
             return rearrange(tiles, "I B C K R H -> B (I C R) K H")
         return rearrange(tiles, "I B C K G R H -> B (I C R) (K G) H")
 
-    def see(self, slots: Slots, noise: Noise | None = None) -> View:
-        return see_keys(slots) if slots.is_of_keys else see_queries(slots, noise)
+    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> View:
+        return see_keys(slots) if slots.is_of_keys else see_queries(slots, counters)
 
     def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Partial:
         del before

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._kernels.attention_step import Noise
+from ringjax._kernels.attention_step import DropoutCounters
 from ringjax._kernels.interface import width_axis
 from ringjax._kernels.softmax import add_shares, find_shares
 from ringjax._mesh.order import behind, in_turn
@@ -35,13 +35,13 @@ class Outputs:
 
     Args:
       part: the branches, of which the same tokens are exchanged.
-      noise: what dropout is drawn from.
+      counters: what dropout is drawn from.
       groups: the query heads of each key/value head.
       are_final: for each array whether nothing is added to that of the part.
     """
 
     part: Plan
-    noise: Noise | None
+    counters: DropoutCounters | None
     groups: int
     are_final: Sequence[bool]
 
@@ -93,9 +93,9 @@ class Outputs:
         """Whether nothing is added to an array of the only branch."""
         return self.are_final[number] and len(self.part.schedules) == 1
 
-    def _noise(self, layout: Layout) -> Noise | None:
-        noise = self.noise
-        return noise if noise is None else noise._replace(head=layout.rows.heads.of_heads(noise.head))
+    def _noise(self, layout: Layout) -> DropoutCounters | None:
+        counters = self.counters
+        return counters if counters is None else counters._replace(head=layout.rows.heads.of_heads(counters.head))
 
 
 class Gradients(Outputs):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt
 
-from ringjax._kernels.attention_step import Noise
+from ringjax._kernels.attention_step import DropoutCounters
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.softmax import accumulation_dtype, merge
 from ringjax._mesh.axes import vary, varying_axes
@@ -150,10 +150,12 @@ def _enter(
     return queries, keys, documents
 
 
-def _of_heads(part: Plan, context: Context, batch_shape: tuple[Any, ...], num_heads: int) -> tuple[Noise | None, int]:
+def _of_heads(
+    part: Plan, context: Context, batch_shape: tuple[Any, ...], num_heads: int
+) -> tuple[DropoutCounters | None, int]:
     """Returns what the dropout of a rank is drawn from, and how many query heads share a key/value head."""
     num_heads //= part.ulysses_size
-    return part.noise(context.seed, batch_shape, num_heads), num_heads // part.local_heads
+    return part.counters(context.seed, batch_shape, num_heads), num_heads // part.local_heads
 
 
 def _leave(

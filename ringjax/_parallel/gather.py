@@ -34,6 +34,6 @@ def _meet(task: Task) -> tuple[Tiles, Tiles, AttentionStep]:
     queries, keys = task.take_swapped(task.queries), task.collectives.gather(task.take(task.keys))
     rows, size = task.keys.layout.rows, schedule.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
-    own = implementation.see(task.slots(task.queries, queries), task.noise)
+    own = implementation.see(task.slots(task.queries, queries), task.counters)
     others = implementation.see(Slots(rows, gathered, False, keys.documents))
     return queries, keys, task.meet(own, others)

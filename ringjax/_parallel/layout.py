@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, Noise, Slots, Tiles
+from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots, Tiles
 from ringjax._kernels.interface import Implementation, numbers_of
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
@@ -135,7 +135,7 @@ class Task(NamedTuple):
 
     queries: Operand
     keys: Operand
-    noise: Noise | None
+    counters: DropoutCounters | None
     plan: Plan
     earlier: Any = None
     is_branch_final: bool = False

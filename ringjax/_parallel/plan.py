@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ringjax._kernels.attention_step import Noise
+from ringjax._kernels.attention_step import DropoutCounters
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Implementation
 from ringjax._kernels.rows import BranchHeads, Rows, pick
@@ -140,7 +140,7 @@ class Plan:
         is_member = None if min(counts) == most else (head >= numbers.start) & (head < numbers.stop)
         return first, head, is_member
 
-    def noise(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> Noise | None:
+    def counters(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> DropoutCounters | None:
         """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads.
 
         The instances of a vmap have a seed each, and number their batches each from zero.
@@ -156,7 +156,11 @@ class Plan:
         of_instances = jnp.expand_dims(seed, range(num_vmaps, len(batch_shape)))
         seeds = jnp.broadcast_to(of_instances, (*batch_shape, 2)).reshape(-1, 2)  # [B, 2]
         head = self._head_part * num_heads + jnp.arange(num_heads, dtype=jnp.int32).reshape(self.local_heads, -1)
-        return Noise(seeds, batch * 0, head * 0) if self.broadcast_dropout else Noise(seeds, batch, head)
+        return (
+            DropoutCounters(seeds, batch * 0, head * 0)
+            if self.broadcast_dropout
+            else DropoutCounters(seeds, batch, head)
+        )
 
     @staticmethod
     def implementation(schedule: BranchSchedule) -> Implementation:

@@ -31,7 +31,7 @@ def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
     schedule, implementation = task.schedule, task.implementation
     queries = task.take_swapped(task.queries)
-    own = implementation.see(task.slots(task.queries, queries), task.noise)
+    own = implementation.see(task.slots(task.queries, queries), task.counters)
 
     def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
         step = _meet(task, own, implementation.see(task.slots(operand, keys, hops, direction)), hops, direction)
@@ -69,7 +69,7 @@ def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries and of its keys."""
     schedule, implementation, plan = task.schedule, task.implementation, task.plan
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
-    see_queries = lambda *where: implementation.see(task.slots(*where), task.noise)
+    see_queries = lambda *where: implementation.see(task.slots(*where), task.counters)
     see_keys = lambda *where: implementation.see(task.slots(*where))
     of_earlier = task.before_of("query", "key", "value")
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **of_earlier)
