@@ -113,7 +113,7 @@ class Fused(KernelImplementation):
             # No row is in two spans, and outside of these it has zeros and minus infinity.
             join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
             out, lse = piece.over(on_spans, join, MOST_SPANS[0])
-            told = piece.is_told[:, None, None]
+            told = piece.is_promised[:, None, None]
             out, lse = jnp.where(told[..., None], out, jnp.nan), jnp.where(told, lse, jnp.nan)
             return _pad(out, piece.queries, query), _pad(lse, piece.queries, query, -jnp.inf)
 
@@ -224,7 +224,7 @@ def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | Non
         f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
         f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
-            (is_strided and not schedule.is_dense) or (schedule.is_balanced and side.chunk_rows != side.num_slots)
+            (is_strided and not schedule.is_dense) or (schedule.is_zigzag and side.chunk_rows != side.num_slots)
         ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)

@@ -97,7 +97,7 @@ class Piece(NamedTuple):
     is_turned: bool = False
 
     @property
-    def is_told(self) -> Any:
+    def is_promised(self) -> Any:
         """Whether labels tell which rows attend to each other; else these have not been as they should."""
         if self.labels is None:
             return jnp.ones(1, bool)
@@ -171,7 +171,7 @@ def _other_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView)
     """The pieces of two shards' rows, where the keys are earlier and where they are later."""
     whole = [(view.place.start, view.place.stop) for view in (queries, keys)]
     piece = functools.partial(_piece, queries, keys)
-    if schedule.is_balanced:
+    if schedule.is_zigzag:
         half = len(queries.place) // 2
         return [piece(whole[0], (0, half))], [piece((half, 2 * half), whole[1])]
     earlier = list(_across(schedule, piece, *whole))

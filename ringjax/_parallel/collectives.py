@@ -71,11 +71,11 @@ class Collectives(NamedTuple):
 
     def swap(self, tiles: Any) -> Any:
         """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
-        return self._sort(self._give(tiles)) if self.schedule.is_balanced else tiles
+        return self._sort(self._give(tiles)) if self.schedule.is_zigzag else tiles
 
     def swap_back(self, tiles: Any) -> Any:
         """Undoes `swap`."""
-        return self._give(self._sort(tiles)) if self.schedule.is_balanced else tiles
+        return self._give(self._sort(tiles)) if self.schedule.is_zigzag else tiles
 
     def _give(self, tiles: Any) -> Any:
         permutation = self.schedule.swap_permutation()

@@ -196,7 +196,7 @@ class Task(NamedTuple):
         # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on,
         # but for branches that wait for each other anyway.
         is_only = len(self.plan.schedules) == 1
-        is_copied = is_only and self.schedule.is_balanced and operand.layout.rows.is_whole
+        is_copied = is_only and self.schedule.is_zigzag and operand.layout.rows.is_whole
         return self.collectives.swap(self.take(operand, is_copied=is_copied))
 
     def send(self, operand: Operand, leg: Leg) -> "Halo":
@@ -212,7 +212,7 @@ class Task(NamedTuple):
         """Returns the slots of an operand's tiles after so many hops."""
         rows = operand.layout.rows
         shard = self.schedule.source(rows.shard.astype(jnp.uint32), hops, direction)
-        return Slots(rows, shard[None], self.schedule.is_balanced, tiles.documents)
+        return Slots(rows, shard[None], self.schedule.is_zigzag, tiles.documents)
 
 
 class Halo(NamedTuple):

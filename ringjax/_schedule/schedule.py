@@ -216,14 +216,14 @@ class BranchSchedule:
     # them; kernels that tell rows by their places have them sorted.
 
     @property
-    def is_balanced(self) -> bool:
+    def is_zigzag(self) -> bool:
         """Whether shards swap halves to compute."""
         return self.queries.halves > 1
 
     @property
     def continues(self) -> bool:
         """Whether it adds to sums of earlier branches in place: its rows are all tokens, in the order of these."""
-        are_in_order = self.queries.chunks != "phases" and not self.is_balanced
+        are_in_order = self.queries.chunks != "phases" and not self.is_zigzag
         return self.addition == "in place" and self.branch.keeps_all and are_in_order
 
     def partner(self, shard: Any) -> Any:
@@ -238,7 +238,7 @@ class BranchSchedule:
 
     def origin(self, shard: Any, slot: Any) -> tuple[Any, Any]:
         """Returns the shard and the slot that hold what `shard` computes in `slot`."""
-        if not self.is_balanced:
+        if not self.is_zigzag:
             return shard, slot
         half = self.queries.num_slots // 2
         if not self.sorts_halves:

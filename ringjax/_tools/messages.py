@@ -75,7 +75,7 @@ def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iter
 
 def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
     """The halves that balanced shards give each other, and what returns."""
-    if not schedule.is_balanced:
+    if not schedule.is_zigzag:
         return
     heads, _ = work.heads_of(schedule)
     result = work.itemsize if work.has_one_branch else work.sum_itemsize

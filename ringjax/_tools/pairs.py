@@ -20,7 +20,7 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     Of very long shards a sample of evenly spaced tokens is counted and scaled up.
     """
     side = schedule.queries
-    if schedule.is_balanced:  # a triangle of all rows of the ring, in equal parts
+    if schedule.is_zigzag:  # a triangle of all rows of the ring, in equal parts
         rows = side.chunk_rows * schedule.ring_size
         return rows * (rows + 1) // (2 * schedule.ring_size)
     distinct, counts = np.unique(offsets, return_counts=True)
@@ -47,7 +47,7 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """
     queries, keys = schedule.queries, schedule.keys
     slots = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
-    if schedule.is_balanced:
+    if schedule.is_zigzag:
         # Of the own halves two triangles and a whole one, of those of each other shard two whole ones.
         blocks = queries.num_blocks // 2
         tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
