@@ -167,8 +167,8 @@ def named(kernel: dict[str, Any]) -> dict[str, Region]:
 def num_pairs(chip: str, kernel: str, case: str) -> int:
     """Returns the pairs of a tile that stays and of what comes by."""
     rows = ROWS_BY_KIND.get(chip[:2], (512, 512))
-    stays, passes = rows[::-1] if kernel == "key_gradient" else rows
-    return stays * (passes if case == "one part" else STEP_ROWS)
+    stationary, streamed = rows[::-1] if kernel == "key_gradient" else rows
+    return stationary * (streamed if case == "one part" else STEP_ROWS)
 
 
 def rows_of(chip: str, program: str, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def rows_of(chip: str, program: str, found: dict[str, Any]) -> list[dict[str, An
     return rows
 
 
-def steps_of(schedule: Any, pattern: DilatedPattern, stays: int) -> int:
+def steps_of(schedule: Any, pattern: DilatedPattern, stationary: int) -> int:
     """Returns how many steps a kernel takes in a schedule, for one head; no mask cuts a tile in them."""
     shape, mosaic = jax.ShapeDtypeStruct((1, schedule.queries.length, 1, WIDTH), jnp.bfloat16), MosaicTpu()
     schedule, _ = mosaic.serve(Request(shape, shape, shape, "tpu"), schedule)
@@ -195,7 +195,7 @@ def steps_of(schedule: Any, pattern: DilatedPattern, stays: int) -> int:
     def list_steps() -> BlockList:
         of_keys = slots._replace(rows=slots.rows.of_keys())
         blocks = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys))).blocks
-        return list_blocks(blocks if stays == 0 else blocks.transposed(), STEP_ROWS // 512)
+        return list_blocks(blocks if stationary == 0 else blocks.transposed(), STEP_ROWS // 512)
 
     steps = list_steps()
     assert (np.asarray(steps.notes)[: int(steps.length)] & 3 == FULL).all()
@@ -207,13 +207,13 @@ def bundles_of_pairs(found: dict[str, Any], pattern: Any, length: int) -> dict[s
     read = DilatedPattern.of_lengths(*pattern)
     schedules = make_schedule(read, length, 1, 1, False)
     num_pairs = sum(length * (segment // rate) // rate for segment, rate in zip(*pattern, strict=True))
-    steps = [sum(steps_of(schedule, read, stays) for schedule in schedules) for stays in (0, 1)]
+    steps = [sum(steps_of(schedule, read, stationary) for schedule in schedules) for stationary in (0, 1)]
     taken = {}
-    for kernel, stays in (("forward", 0), ("query_gradient", 0), ("key_gradient", 1)):
+    for kernel, stationary in (("forward", 0), ("query_gradient", 0), ("key_gradient", 1)):
         # What is outside of the regions that multiply is taken in every step, at most.
         regions = named(found[kernel])
         beside = found[kernel]["bundles"] - sum(region.bundles for region in regions.values())
-        taken[kernel] = (regions["whole"].bundles + beside) * steps[stays] / num_pairs
+        taken[kernel] = (regions["whole"].bundles + beside) * steps[stationary] / num_pairs
     return {"forward": taken["forward"], "with gradient": sum(taken.values())}
 
 

@@ -18,7 +18,7 @@ from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_refer
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._kernels import mosaic
 from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
-from ringjax._kernels.block_list import FULL, NOTHING, PARTIAL, SOME, Step, list_blocks, passing, staying
+from ringjax._kernels.block_list import FULL, NOTHING, PARTIAL, SOME, Step, list_blocks, stationary_of, streamed_of
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
 from ringjax._kernels.mask import BlockMask
@@ -258,7 +258,7 @@ def test_a_list_has_the_tiles_that_meet(parts, density):
     assert int(found.length) == len(expected)
     for entry, (number, row, column, case, is_first, is_last, some) in enumerate(expected):
         tile, step = int(found.tiles[entry]), Step(int(found.notes[entry]))
-        assert (step.list, staying(tile), passing(tile), step.case) == (number, row, column, case)
+        assert (step.list, stationary_of(tile), streamed_of(tile), step.case) == (number, row, column, case)
         assert (step.is_first, step.is_last) == (is_first, is_last)
         assert [bool(step.is_active(part)) for part in range(parts)] == some
 

@@ -18,7 +18,7 @@ from test_features import FEATURES, PATTERN, make_arrays
 from test_mosaic import TILES, check, check_errors
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels.block_list import find_stretches, is_full_step, passing_in
+from ringjax._kernels.block_list import find_stretches, is_full_step, streamed_in
 from ringjax._kernels.hopper import chains
 from ringjax._kernels.hopper.chains import Chains, make_chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS, preference
@@ -262,7 +262,7 @@ def test_stretches_have_the_tiles_that_meet(density):
     for place in np.ndindex(2, 5):
         steps = stretches.steps[place][: int(stretches.length[place])]
         columns = np.flatnonzero(is_active[place])
-        assert passing_in(steps).tolist() == columns.tolist()
+        assert streamed_in(steps).tolist() == columns.tolist()
         assert is_full_step(steps).tolist() == is_whole[place][columns].tolist()
 
 

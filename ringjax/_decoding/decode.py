@@ -225,7 +225,7 @@ def _attend_rows(
     multiply = functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
     scores = weighting.scores(multiply("...ckgh,...rkh->...ckgr", query, key))
     mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
-    logits = jnp.where(mask, scores * weighting.unit, -jnp.inf)
+    logits = jnp.where(mask, scores * weighting.logit_scale, -jnp.inf)
     maximum = logits.max(axis=-1, initial=-jnp.inf)
     weights = jnp.exp(logits - shift_of(maximum)[..., None])
     total = weights.sum(axis=-1)

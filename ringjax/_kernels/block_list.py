@@ -75,7 +75,7 @@ class Step(NamedTuple):
         return self.note >> _LIST
 
 
-def staying(tile: Any) -> Any:
+def stationary_of(tile: Any) -> Any:
     """Returns the number of the tile that stays."""
     return tile >> _HALF
 
@@ -85,12 +85,12 @@ def is_full_step(step: Any) -> Any:
     return (step & 1) != 0
 
 
-def passing_in(step: Any) -> Any:
+def streamed_in(step: Any) -> Any:
     """Returns the number of the tile that comes by in a step of a stretch."""
     return step >> 1
 
 
-def passing(tile: Any) -> Any:
+def streamed_of(tile: Any) -> Any:
     """Returns the number of the tiles that come by."""
     return tile & ((1 << _HALF) - 1)
 

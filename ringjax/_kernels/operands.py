@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
     rows: tuple[int, int]
     parts: tuple[int, int]
     lists: int
-    stays: int
+    stationary: int
     rows_last: bool = False
 
     @property
@@ -74,11 +74,11 @@ class Sizes(NamedTuple):
         """The heads of queries and of keys, in all batches."""
         return self.batch * self.kv_heads * self.groups, self.batch * self.kv_heads
 
-    def place(self, head: Any, group: Any, stays: Any, passes: Any) -> "Place":
+    def place(self, head: Any, group: Any, stationary: Any, streamed: Any) -> "Place":
         """Returns where a head of the side that stays is, in the group of a head of keys, and two tiles."""
-        if self.stays == QUERIES:
-            return Place((head, jax.lax.div(head, np.int32(self.groups))), (stays, passes))
-        return Place((head * self.groups + group, head), (passes, stays))
+        if self.stationary == QUERIES:
+            return Place((head, jax.lax.div(head, np.int32(self.groups))), (stationary, streamed))
+        return Place((head * self.groups + group, head), (streamed, stationary))
 
 
 class Place(NamedTuple):
@@ -126,7 +126,7 @@ class KernelCall(NamedTuple):
     name: str
     kernel: Any
     mask: Mask
-    stays: int
+    stationary: int
     queries: tuple[Any, ...]
     keys: tuple[Any, ...]
     stats: Any
@@ -145,7 +145,7 @@ class KernelCall(NamedTuple):
     @property
     def blocks(self) -> BlockMask:
         """Which blocks are active, by the tiles that stay."""
-        return self.mask.blocks if self.stays == QUERIES else self.mask.blocks.transposed()
+        return self.mask.blocks if self.stationary == QUERIES else self.mask.blocks.transposed()
 
     @property
     def sizes(self) -> Sizes:
@@ -153,9 +153,9 @@ class KernelCall(NamedTuple):
         rows = self.mask.queries.last.shape[-1], self.mask.keys.position.shape[-1]
         batch, heads_axis = self.queries[0].shape[0], _heads_axis(self.rows_axis)
         heads, kv_heads = (arrays[0].shape[heads_axis] for arrays in (self.queries, self.keys))
-        parts = (1, self.parts) if self.stays == QUERIES else (self.parts, 1)
+        parts = (1, self.parts) if self.stationary == QUERIES else (self.parts, 1)
         lists = self.mask.blocks.is_active.shape[0]
-        return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stays, self.rows_axis == _LAST)
+        return Sizes(batch, kv_heads, heads // kv_heads, rows, parts, lists, self.stationary, self.rows_axis == _LAST)
 
     @property
     def num_tiles(self) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class KernelCall(NamedTuple):
 
     def outs(self) -> list[KernelOperand]:
         """Returns what it writes."""
-        return [self._of_heads(shape, self.stays) for shape in self.results]
+        return [self._of_heads(shape, self.stationary) for shape in self.results]
 
     def operands(self) -> tuple[Any, ...]:
         """Returns what it reads, in trees: the masks of both sides, queries, keys, stats, and what is added to."""
@@ -213,18 +213,20 @@ def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) ->
     )
 
 
-def gradient_call(kernel: Any, given: Given, stays: int, before: tuple[Array, ...] | None) -> KernelCall:
+def gradient_call(kernel: Any, given: Given, stationary: int, before: tuple[Array, ...] | None) -> KernelCall:
     """Returns the call of a kernel for the gradient of queries, or those of keys and values: whichever stay.
 
     They are added to what is `before`.
     """
     query, keys = given.query, (given.key, given.value)
-    of_stays = (query,) if stays == QUERIES else keys
+    of_stays = (query,) if stationary == QUERIES else keys
     results = before or tuple(jax.ShapeDtypeStruct(array.shape, given.result_dtype) for array in of_stays)
     arrays = (query, given.out_grad), keys, given.stats, results
     operations = 2 * sum(map(given.width, (query, given.value, *of_stays)))
-    name = "query_gradient" if stays == QUERIES else "key_gradient"
-    return KernelCall(name, kernel, given.mask, stays, *arrays, operations, given.rows_axis, interpret=given.interpret)
+    name = "query_gradient" if stationary == QUERIES else "key_gradient"
+    return KernelCall(
+        name, kernel, given.mask, stationary, *arrays, operations, given.rows_axis, interpret=given.interpret
+    )
 
 
 def _heads_axis(rows_axis: int) -> int:

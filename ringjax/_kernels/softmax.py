@@ -20,12 +20,12 @@ class Weighting(NamedTuple):
     precision: Any = None  # of the products, as `jax.numpy.einsum` takes it
 
     @property
-    def unit(self) -> float:
+    def logit_scale(self) -> float:
         """What scores are multiplied with to be logits."""
         return self.logits_soft_cap or self.scale
 
     def scores(self, product: Array) -> Array:
-        """Returns the logits of products but for a positive factor, the `unit`: it waits for passes made anyway."""
+        """Returns the logits of products but for their positive `logit_scale`, which waits for passes made anyway."""
         if self.logits_soft_cap is None:
             return product
         return jnp.tanh(product * (self.scale / self.logits_soft_cap))

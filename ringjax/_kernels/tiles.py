@@ -45,7 +45,7 @@ def start(query: Float[Array, "I B C K G Rq H"], keys: Keys) -> Partial:
 # XLA:CPU copies every tile of logits and fuses nothing with its products.
 
 
-class _Fold(NamedTuple):
+class _Collapse(NamedTuple):
     """How tiles [I, B, C, ...] are folded to tiles [I, *X, ...], or to tiles [B * I, *X, ...] of one batch each."""
 
     lead: tuple[Any, ...]
@@ -53,34 +53,34 @@ class _Fold(NamedTuple):
 
     def queries(self, array: Array) -> Array:
         groups, rows, *rest = array.shape[4:]
-        return self._fold(array, groups * rows, *rest)
+        return self._collapse(array, groups * rows, *rest)
 
     def keys(self, array: Array) -> Array:
-        return self._fold(array, *array.shape[4:])
+        return self._collapse(array, *array.shape[4:])
 
     def undo(self, array: Array, shape: tuple[Any, ...]) -> Array:
         if not self.is_by_batch:
             return array.reshape(shape)
         return array.reshape(shape[1], shape[0], *shape[2:]).swapaxes(0, 1)
 
-    def _fold(self, array: Array, *rows: Any) -> Array:
+    def _collapse(self, array: Array, *rows: Any) -> Array:
         tiles, batches = array.shape[:2]
         if self.is_by_batch:
             return array.swapaxes(0, 1).reshape(batches * tiles, *self.lead, *rows)
         return array.reshape(tiles, *self.lead, *rows)
 
 
-def _fold_mask(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, KeyMask]:
+def _collapse_mask(query: Array, keys: Keys, mask: Mask) -> tuple[_Collapse, QueryMask, KeyMask]:
     """Returns how the tiles of a mask are folded, and the folded mask."""
     query_shape, key_shape = query.shape[:-1], keys.key.shape[:-1]
     _, batches, chunks, heads, *_ = key_shape
     sizes = chunks * (1 if mask.is_by_batch else batches), heads
-    fold = _Fold(tuple(size for size in sizes if size != 1), mask.is_by_batch)
+    collapse = _Collapse(tuple(size for size in sizes if size != 1), mask.is_by_batch)
     of_groups = lambda array: array if array.ndim == len(query_shape) else array[:, :, :, :, None]
     return (
-        fold,
-        jax.tree.map(lambda array: fold.queries(jnp.broadcast_to(of_groups(array), query_shape)), mask.queries),
-        jax.tree.map(lambda array: fold.keys(jnp.broadcast_to(array, key_shape)), mask.keys),
+        collapse,
+        jax.tree.map(lambda array: collapse.queries(jnp.broadcast_to(of_groups(array), query_shape)), mask.queries),
+        jax.tree.map(lambda array: collapse.keys(jnp.broadcast_to(array, key_shape)), mask.keys),
     )
 
 
@@ -93,9 +93,9 @@ def _fold_mask(query: Array, keys: Keys, mask: Mask) -> tuple[_Fold, QueryMask, 
 def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial: Partial) -> Partial:
     """Adds the attention of queries on the keys that the mask allows to a softmax under way."""
     shapes = jax.tree.map(jnp.shape, partial)
-    fold, query_mask, key_mask = _fold_mask(query, keys, mask)
-    query, partial = jax.tree.map(fold.queries, (query, partial))
-    keys = jax.tree.map(fold.keys, keys)
+    collapse, query_mask, key_mask = _collapse_mask(query, keys, mask)
+    query, partial = jax.tree.map(collapse.queries, (query, partial))
+    keys = jax.tree.map(collapse.keys, keys)
     multiply = _product(weighting, query, *keys)
 
     def tile_of_queries(partials, tile):
@@ -108,9 +108,9 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
             def add(partial: Partial) -> Partial:
                 product = multiply("...qh,...jh->...qj", query, tile_keys.key)
                 scores = masked(weighting.scores(product), query_mask, tile_mask)
-                maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.unit)  # [*X, Q]
+                maximum = jnp.maximum(partial.maximum, scores.max(axis=-1) * weighting.logit_scale)  # [*X, Q]
                 shift = shift_of(maximum)
-                weights = jnp.exp(scores * weighting.unit - shift[..., None])
+                weights = jnp.exp(scores * weighting.logit_scale - shift[..., None])
                 decay = jnp.exp(partial.maximum - shift)
                 denominator = partial.denominator * decay + weights.sum(axis=-1)
                 added = multiply("...qj,...jv->...qv", kept(weights).astype(tile_keys.value.dtype), tile_keys.value)
@@ -124,7 +124,7 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
     indices = jnp.arange(query.shape[0], dtype=jnp.int32)
     tiles = indices, query, query_mask, mask.blocks.of_queries()
     partial, _ = jax.lax.scan(tile_of_queries, partial, tiles)
-    return jax.tree.map(fold.undo, partial, Partial(*shapes))
+    return jax.tree.map(collapse.undo, partial, Partial(*shapes))
 
 
 def _product(weighting: Weighting, *arrays: Array) -> Callable[..., Array]:
@@ -167,9 +167,9 @@ def start_gradients(queries: Queries, keys: Keys, zeros: Sequence[Array], **give
 def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, grads: Gradients) -> Gradients:
     """Adds what the allowed pairs contribute to sums of gradients under way."""
     shapes = jax.tree.map(jnp.shape, grads)
-    fold, query_mask, key_mask = _fold_mask(queries.query, keys, mask)
-    queries, query_grad = jax.tree.map(fold.queries, (queries, grads.query))
-    keys, keys_grad = jax.tree.map(fold.keys, (keys, tuple(grads[1:])))
+    collapse, query_mask, key_mask = _collapse_mask(queries.query, keys, mask)
+    queries, query_grad = jax.tree.map(collapse.queries, (queries, grads.query))
+    keys, keys_grad = jax.tree.map(collapse.keys, (keys, tuple(grads[1:])))
 
     def tile_of_keys(grads, tile):
         index, keys, key_mask, active = tile
@@ -193,7 +193,7 @@ def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, gra
     indices = jnp.arange(keys.key.shape[0], dtype=jnp.int32)
     tiles = indices, keys, key_mask, mask.blocks.of_keys()
     (query_grad, *keys_grad), _ = jax.lax.scan(tile_of_keys, (query_grad, *keys_grad), tiles)
-    return jax.tree.map(fold.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))
+    return jax.tree.map(collapse.undo, Gradients(query_grad, *keys_grad), Gradients(*shapes))
 
 
 def finish_gradients(grads: Gradients, weighting: Weighting) -> tuple[Array, Array, Array]:
@@ -234,7 +234,7 @@ def _tile_gradients(
     key, value = keys
     multiply = _product(weighting, query, key, value)
     scores = weighting.scores(multiply("...qh,...jh->...qj", query, key))
-    weights = jnp.exp(hide(scores) * weighting.unit - lse[..., None])  # [*X, Q, Rk]
+    weights = jnp.exp(hide(scores) * weighting.logit_scale - lse[..., None])  # [*X, Q, Rk]
     weights_grad = kept(multiply("...qv,...jv->...qj", out_grad, value))
     # dx; its factor `scale` is left to the sums.
     logits_grad = weights * (weights_grad - delta[..., None])

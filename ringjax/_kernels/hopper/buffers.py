@@ -22,26 +22,28 @@ _LINE_BYTES = 128
 class Barriers(NamedTuple):
     """What warpgroups wait for; of what is copied, one for each stage.
 
-    `stays`: a tile that stays is there. `stays_spent`: both have read it. `passes`: a tile of each of the two operands
-    that come by is there, and with the first one the rows of numbers. `spent`: both have read it. `turn`: the other one
-    has got as far.
+    `stationary`: a tile that stays is there. `stays_spent`: both have read it. `streamed`: a tile of each of the two
+    operands that come by is there, and with the first one the rows of numbers. `spent`: both have read it. `turn`: the
+    other one has got as far.
     """
 
-    stays: Any
+    stationary: Any
     stays_spent: Any
-    passes: tuple[Any, Any]
+    streamed: tuple[Any, Any]
     spent: tuple[Any, Any]
     turn: Any
 
 
 def chains_of(call: KernelCall, leaves: list[KernelOperand]) -> Chains:
     """Returns the chains: of one tile where shared memory has no room for the next one."""
-    num_bytes = lambda stays: sum(
+    num_bytes = lambda stationary: sum(
         math.prod(_room_shape(leaves[number])) * leaves[number].array.dtype.itemsize
-        for number in staged(call, leaves, stays)
+        for number in staged(call, leaves, stationary)
     )
     can_link = 2 * num_bytes(True) + STAGES * num_bytes(False) <= _SHARED_BYTES
-    return make_chains(call.num_tiles[call.stays], call.sizes.heads[call.stays], call.stays == QUERIES, can_link)
+    return make_chains(
+        call.num_tiles[call.stationary], call.sizes.heads[call.stationary], call.stationary == QUERIES, can_link
+    )
 
 
 def stay_stages(chains: Chains) -> int:
@@ -49,16 +51,16 @@ def stay_stages(chains: Chains) -> int:
     return min(2, chains.links)
 
 
-def staged(call: KernelCall, leaves: list[KernelOperand], stays: bool) -> list[int]:
+def staged(call: KernelCall, leaves: list[KernelOperand], stationary: bool) -> list[int]:
     """Returns the numbers of the operands that are copied, of one side; sums are not."""
     num_sums = sum(isinstance(result, jax.Array) for result in call.results)
     copied = leaves[: len(leaves) - num_sums]
-    return [number for number, leaf in enumerate(copied) if (leaf.side == call.stays) == stays]
+    return [number for number, leaf in enumerate(copied) if (leaf.side == call.stationary) == stationary]
 
 
 def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
     """Returns the operands that come by: the first one, with the rows of numbers, and the second."""
-    numbers = staged(call, leaves, stays=False)
+    numbers = staged(call, leaves, stationary=False)
     first, second = (number for number in numbers if not leaves[number].rows_last)
     return [first, *(number for number in numbers if leaves[number].rows_last)], [second]
 
@@ -71,8 +73,8 @@ def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
 def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> list[Any]:
     """Returns the room of each operand that is copied."""
     rooms = []
-    for stays, stages in ((True, stay_stages(chains)), (False, STAGES)):
-        for number in staged(call, leaves, stays):
+    for stationary, stages in ((True, stay_stages(chains)), (False, STAGES)):
+        for number in staged(call, leaves, stationary):
             leaf = leaves[number]
             dtype = leaf.array.dtype
             # As the matrix unit wants its operands: a line of 128 bytes of each of eight rows.
@@ -87,6 +89,6 @@ def make_barriers(call: KernelCall, chains: Chains, leaves: list[KernelOperand])
     barrier = lambda arrivals, stages=STAGES: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     (first, second), stages = passes_of(call, leaves), stay_stages(chains)
     spent = barrier(COMPUTING)
-    stays, stays_spent = barrier(len(staged(call, leaves, stays=True)), stages), barrier(COMPUTING, stages)
+    stationary, stays_spent = barrier(len(staged(call, leaves, stationary=True)), stages), barrier(COMPUTING, stages)
     turn = plgpu.Barrier(num_arrivals=COMPUTING)
-    return Barriers(stays, stays_spent, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)
+    return Barriers(stationary, stays_spent, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)

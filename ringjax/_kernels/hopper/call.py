@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from ringjax._kernels.block_list import find_stretches, is_full_step, passing_in
+from ringjax._kernels.block_list import find_stretches, is_full_step, streamed_in
 from ringjax._kernels.hopper.buffers import (
     COMPUTING,
     STAGES,
@@ -50,7 +50,7 @@ class GpuStep(NamedTuple):
 
     def wait(self, number: int) -> None:
         """Waits until an operand is there."""
-        plgpu.barrier_wait(self.barriers.passes[number].at[self.slot])
+        plgpu.barrier_wait(self.barriers.streamed[number].at[self.slot])
 
     def release(self, number: int) -> None:
         """Lets an operand be replaced."""
@@ -130,13 +130,13 @@ class _Block(NamedTuple):
     @property
     def groups(self) -> np.int32:
         """How many heads of queries share a tile of keys that stays."""
-        return np.int32(self.call.sizes.groups if self.call.stays == KEYS else 1)
+        return np.int32(self.call.sizes.groups if self.call.stationary == KEYS else 1)
 
     def tile(self, link: Any) -> _Tile:
         """Returns a tile of its chain."""
         number = self.lists.tiles[self.chain * np.int32(self.chains.links) + link]
         entry = self.list_number * np.int32(self.chains.num_tiles) + number
-        num_others = np.int32(self.call.num_tiles[1 - self.call.stays])
+        num_others = np.int32(self.call.num_tiles[1 - self.call.stationary])
         num_steps = self.lists.lengths[entry] * self.groups
         return _Tile(jax.lax.rem(link, np.int32(stay_stages(self.chains))), number, entry * num_others, num_steps)
 
@@ -164,7 +164,7 @@ class _Block(NamedTuple):
     def copy(self, tile: _Tile, step: Any, number: int, room: Any, barrier: Any) -> None:
         """Copies a tile of an operand."""
         (entry, group), leaf = self.entry(tile, step), self.leaves[number]
-        place = self.call.sizes.place(self.head, group, tile.number, passing_in(self.lists.steps[entry]))
+        place = self.call.sizes.place(self.head, group, tile.number, streamed_in(self.lists.steps[entry]))
         rows = pl.ds(place.tiles[leaf.side] * TILE_ROWS, TILE_ROWS)
         plgpu.copy_gmem_to_smem(self.refs[number].at[leaf.at(place, rows)], room, barrier)
 
@@ -186,7 +186,7 @@ def launch(call: KernelCall) -> list[Array]:
         body,
         out_type=[jax.ShapeDtypeStruct(out.array.shape, out.array.dtype) for out in outs],
         scratch_types=[make_rooms(call, chains, leaves), make_barriers(call, chains, leaves)],
-        grid=(call.sizes.heads[call.stays] * chains.num_chains,),
+        grid=(call.sizes.heads[call.stationary] * chains.num_chains,),
         grid_names=("chain",),
         num_threads=COMPUTING + 1,
         thread_name="warpgroup",
@@ -224,7 +224,7 @@ def _enter(
         rooms=list(rooms),
         barriers=Barriers(*barriers),
         head=head,
-        list_number=jax.lax.div(head, np.int32(sizes.heads[call.stays] // sizes.lists)),
+        list_number=jax.lax.div(head, np.int32(sizes.heads[call.stationary] // sizes.lists)),
         chain=chain,
     )
 
@@ -236,15 +236,15 @@ def _copy(block: _Block) -> None:
 
     def copy(link: Any, tile: _Tile, before: Any) -> None:
         pl.when(link >= stages)(lambda: plgpu.barrier_wait(barriers.stays_spent.at[tile.stage]))
-        for number in staged(block.call, block.leaves, stays=True):
+        for number in staged(block.call, block.leaves, stationary=True):
             room = block.rooms[number].at[tile.stage]
-            block.copy(tile, np.int32(0), number, room, barriers.stays.at[tile.stage])
+            block.copy(tile, np.int32(0), number, room, barriers.stationary.at[tile.stage])
 
         @pl.loop(np.int32(0), tile.num_steps)
         def _(step: Any) -> None:
             slot = jax.lax.rem(before + step, np.int32(STAGES))
             for numbers, here, spent in zip(
-                passes_of(block.call, block.leaves), barriers.passes, barriers.spent, strict=True
+                passes_of(block.call, block.leaves), barriers.streamed, barriers.spent, strict=True
             ):
                 pl.when(before + step >= STAGES)(lambda spent=spent: plgpu.barrier_wait(spent.at[slot]))
                 for number in numbers:
@@ -279,8 +279,8 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     outs = [ref.at[out.at(place, rows)] for out, ref in zip(block.results, block.outs, strict=True)]
     operands = zip(block.leaves[len(block.rooms) :], block.refs[len(block.rooms) :], strict=True)
     sums_before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in operands)
-    stays = set(staged(block.call, block.leaves, stays=True))
-    plgpu.barrier_wait(barriers.stays.at[tile.stage])
+    stationary = set(staged(block.call, block.leaves, stationary=True))
+    plgpu.barrier_wait(barriers.stationary.at[tile.stage])
     if kernel.takes_turns:
         # The second warpgroup ends a tile in the turns of the next one. Did that have none, it would wait for the first
         # one, which waits for the tile after that, which waits for the stage that the second one still has.
@@ -288,7 +288,7 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
 
     def take(step: Any, sums: Any) -> Any:
         slot = jax.lax.rem(before + step, np.int32(STAGES))
-        at = lambda number: (tile.stage, own) if number in stays else slot
+        at = lambda number: (tile.stage, own) if number in stationary else slot
         refs = [room.at[at(number)] for number, room in enumerate(block.rooms)]
         given = block.tree.unflatten([*refs, *sums_before])
         return kernel.step(GpuStep(given, block.is_full(tile, step), slot, barriers), sums)

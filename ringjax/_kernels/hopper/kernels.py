@@ -90,9 +90,9 @@ def _numbers(ref: Any, axis: int) -> Array:
     return plgpu.load(ref, layout=_ROW if axis == PASSES else _COLUMN, optimized=False)
 
 
-def _axis(side: int, stays: int) -> int:
+def _axis(side: int, stationary: int) -> int:
     """Returns the axis of pairs along which the rows of a side are."""
-    return STAYS if side == stays else PASSES
+    return STAYS if side == stationary else PASSES
 
 
 def _widen(array: Array, axis: int, shape: tuple[int, ...]) -> Array:
@@ -105,14 +105,14 @@ def _read(refs: Any, axis: int, shape: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda ref: _widen(_numbers(ref, axis), axis, shape), refs)
 
 
-def _masks(refs: Any, stays: int, shape: tuple[int, ...]) -> list[Any]:
+def _masks(refs: Any, stationary: int, shape: tuple[int, ...]) -> list[Any]:
     """Reads the masks of queries and keys, for all pairs."""
-    return [_read(of_side, _axis(side, stays), shape) for side, of_side in zip((QUERIES, KEYS), refs, strict=True)]
+    return [_read(of_side, _axis(side, stationary), shape) for side, of_side in zip((QUERIES, KEYS), refs, strict=True)]
 
 
-def _mask(scores: Array, refs: Any, stays: int, is_full: Any) -> Array:
+def _mask(scores: Array, refs: Any, stationary: int, is_full: Any) -> Array:
     """Returns the scores of pairs that attend, and minus infinity for others."""
-    hide = lambda: jnp.where(is_allowed(*_masks(refs, stays, scores.shape)), scores, -jnp.inf)
+    hide = lambda: jnp.where(is_allowed(*_masks(refs, stationary, scores.shape)), scores, -jnp.inf)
     return jax.lax.cond(is_full, lambda: scores, hide)
 
 
@@ -126,11 +126,11 @@ def _scores(weighting: Weighting, product: Array) -> Array:
     return 1 - 2 * (inverse_root * inverse_root)
 
 
-def _is_kept(refs: Any, stays: int, shape: tuple[int, ...], rate: float) -> Array:
+def _is_kept(refs: Any, stationary: int, shape: tuple[int, ...], rate: float) -> Array:
     queries, keys = refs
-    words = _read(queries.stream, _axis(QUERIES, stays), shape)
+    words = _read(queries.stream, _axis(QUERIES, stationary), shape)
     start, step = (jax.lax.bitcast_convert_type(word, jnp.uint32) for word in words)
-    return dropout.is_kept(start, step, _read(keys.position, _axis(KEYS, stays), shape), rate)
+    return dropout.is_kept(start, step, _read(keys.position, _axis(KEYS, stationary), shape), rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Forward:
     def step(self, step: GpuStep, sums: Sums) -> Sums:
         masks, (query,), (key, value), *_ = step.given
         (former, total, out), rate = sums, self.weighting.dropout_rate
-        unit = self.weighting.unit * LOG2E
+        logit_scale = self.weighting.logit_scale * LOG2E
 
         def hand_over() -> None:
             step.arrive()
@@ -167,8 +167,8 @@ class _Forward:
         scores = _mask(_scores(self.weighting, scores), masks, QUERIES, step.is_full)
         if not rate:
             step.release(0)
-        maximum = jnp.maximum(former, scores.max(axis=1) * unit)
-        weights = jnp.exp2(scores * unit - _widen(maximum, STAYS, scores.shape))
+        maximum = jnp.maximum(former, scores.max(axis=1) * logit_scale)
+        weights = jnp.exp2(scores * logit_scale - _widen(maximum, STAYS, scores.shape))
         decay = jnp.exp2(former - maximum)
         out, total = out * _widen(decay, STAYS, out.shape), total * decay + weights.sum(axis=1)
         if rate:
@@ -210,24 +210,24 @@ class _Gradient:
         del before
         return tuple(map(_zeros, self.widths))
 
-    def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stays: int, is_full: Any) -> tuple[Array, Array]:
+    def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stationary: int, is_full: Any) -> tuple[Array, Array]:
         """Returns the weights of pairs, some dropped; and times the slope of a cap, with a minus where dropped."""
         dtype, rate = one.dtype, self.weighting.dropout_rate
         scores = _scores(self.weighting, _multiply(one, _turned(other), self.interpret))
-        seen = _mask(scores, masks, stays, is_full)
-        lse = _read(lse, _axis(QUERIES, stays), seen.shape)
-        weights = jnp.exp2(seen * (self.weighting.unit * LOG2E) - lse * LOG2E)
+        seen = _mask(scores, masks, stationary, is_full)
+        lse = _read(lse, _axis(QUERIES, stationary), seen.shape)
+        weights = jnp.exp2(seen * (self.weighting.logit_scale * LOG2E) - lse * LOG2E)
         if rate:
-            weights = jnp.where(_is_kept(masks, stays, seen.shape, rate), weights, -weights)
+            weights = jnp.where(_is_kept(masks, stationary, seen.shape, rate), weights, -weights)
         found = self.keep(weights, weights).astype(dtype)
         if self.weighting.logits_soft_cap is not None:
             # Now: registers have no room for the scores beside other weights.
             weights = jax.lax.optimization_barrier(weights * (1 - scores * scores))
         return found, weights
 
-    def logits_grad(self, weights: Array, weights_grad: Array, delta: Any, stays: int) -> Array:
+    def logits_grad(self, weights: Array, weights_grad: Array, delta: Any, stationary: int) -> Array:
         """Returns the gradient of logits without the scale."""
-        delta = _read(delta, _axis(QUERIES, stays), weights.shape)
+        delta = _read(delta, _axis(QUERIES, stationary), weights.shape)
         return jnp.abs(weights) * (self.keep(weights_grad, weights) - delta)
 
     def keep(self, array: Array, weights: Array) -> Array:
@@ -275,8 +275,8 @@ class _KeyGradient(_Gradient):
         key_sum, value_sum = sums
         step.wait(0)
         step.wait(1)
-        passes = map(_parts, (query, out_grad, stats, query_masks))
-        for query_part, out_grad_part, some, masks in zip(*passes, strict=True):
+        streamed = map(_parts, (query, out_grad, stats, query_masks))
+        for query_part, out_grad_part, some, masks in zip(*streamed, strict=True):
             found, weights = self.weigh(key, query_part, some.lse, (masks, key_masks), KEYS, step.is_full)
             # Registers have room for no more weights than these beside the sums.
             pairs = (found, out_grad_part), (value, _turned(out_grad_part))

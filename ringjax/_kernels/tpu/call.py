@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ringjax._kernels.block_list import Step, list_blocks, passing, staying
+from ringjax._kernels.block_list import Step, list_blocks, stationary_of, streamed_of
 from ringjax._kernels.mask import BlockMask
 from ringjax._kernels.operands import KEYS, QUERIES, KernelCall, KernelOperand, Place, Sizes, flatten
 
@@ -21,20 +21,20 @@ MAX_ENTRIES = 2**16
 
 def _entry(step: Any, sizes: Sizes) -> tuple[Any, Any]:
     """Returns the entry of the list that a step takes, and which of the heads that share a tile of keys takes it."""
-    if sizes.stays == QUERIES or sizes.groups == 1:
+    if sizes.stationary == QUERIES or sizes.groups == 1:
         return step, 0
     return jax.lax.div(step, np.int32(sizes.groups)), jax.lax.rem(step, np.int32(sizes.groups))
 
 
 def _block(operand: KernelOperand, sizes: Sizes) -> pl.BlockSpec:
     rows = sizes.rows[operand.side] * sizes.parts[operand.side]
-    outer = sizes.heads[sizes.stays] // sizes.lists
+    outer = sizes.heads[sizes.stationary] // sizes.lists
 
     def locate(head: Any, step: Any, tiles: Any, notes: Any) -> Place:
         entry, group = _entry(step, sizes)
         if sizes.lists > 1:
             head += Step(notes[entry]).list * outer
-        return sizes.place(head, group, staying(tiles[entry]), passing(tiles[entry]))
+        return sizes.place(head, group, stationary_of(tiles[entry]), streamed_of(tiles[entry]))
 
     def index(*indices: Any) -> tuple[Any, ...]:
         place = locate(*indices)
@@ -60,7 +60,7 @@ def launch(call: KernelCall) -> list[Array]:
     def body(tiles: Any, notes: Any, *refs: Any) -> None:
         del tiles
         entry, group = _entry(pl.program_id(1), sizes)
-        step = Step(notes[entry], group, sizes.groups if call.stays == KEYS else 1)
+        step = Step(notes[entry], group, sizes.groups if call.stationary == KEYS else 1)
         inner, outer = refs[: len(leaves)], refs[len(leaves) :]
         call.kernel(step, tree.unflatten(inner), outer[: len(outs)], outer[len(outs) :], sizes)
 
@@ -68,7 +68,10 @@ def launch(call: KernelCall) -> list[Array]:
         steps = list_blocks(blocks, call.parts)
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(sizes.heads[call.stays] // sizes.lists, steps.length * (sizes.groups if call.stays == KEYS else 1)),
+            grid=(
+                sizes.heads[call.stationary] // sizes.lists,
+                steps.length * (sizes.groups if call.stationary == KEYS else 1),
+            ),
             in_specs=[_block(leaf, sizes) for leaf in leaves],
             out_specs=[_block(out, sizes) for out in outs],
             scratch_shapes=call.scratch,
@@ -94,7 +97,7 @@ def _in_bands(
 ) -> list[Array]:
     """Runs a kernel on some of the tiles that stay after others: as many as scalar memory holds the lists of."""
     lists, tiles, others = blocks.is_active.shape
-    most = tiles * lists * -(-others // sizes.parts[1 - sizes.stays])
+    most = tiles * lists * -(-others // sizes.parts[1 - sizes.stationary])
     bands = next((n for n in range(1, tiles) if tiles % n == 0 and most <= n * MAX_ENTRIES), tiles)
     arrays = [leaf.array for leaf in leaves]
     if bands == 1:
@@ -110,6 +113,6 @@ def _in_bands(
 
     of_band = jax.eval_shape(lambda: [split(jnp.zeros(out.array.shape, out.array.dtype), out.axis)[0] for out in outs])
     cut = [out._replace(array=shape) for out, shape in zip(outs, of_band, strict=True)]
-    stay = [split(leaf.array, leaf.axis) if leaf.side == sizes.stays else None for leaf in leaves]
+    stay = [split(leaf.array, leaf.axis) if leaf.side == sizes.stationary else None for leaf in leaves]
     found = jax.lax.map(run_band, (tuple(split(array, 1) for array in blocks), stay))
     return [jnp.moveaxis(array, 0, out.axis).reshape(out.array.shape) for array, out in zip(found, outs, strict=True)]

@@ -162,19 +162,19 @@ def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N
 
 def _run(call: KernelCall, given: Given, widths: tuple[int, ...]) -> list[Array]:
     """Runs a kernel that keeps so wide sums of the rows of a tile that stays, and these where they are turned."""
-    rows, stay = call.sizes.rows[call.stays], call.queries if call.stays == QUERIES else call.keys
+    rows, stay = call.sizes.rows[call.stationary], call.queries if call.stationary == QUERIES else call.keys
     sums = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
     turned = tuple(pltpu.VMEM((rows, given.width(array)), array.dtype) for array in stay)
     scratch = sums, turned if call.sizes.rows_last else ()
-    passes = call.mask.keys.position if call.stays == QUERIES else call.mask.queries.last
-    return launch(call._replace(scratch=scratch, parts=_parts(passes)))
+    streamed = call.mask.keys.position if call.stationary == QUERIES else call.mask.queries.last
+    return launch(call._replace(scratch=scratch, parts=_parts(streamed)))
 
 
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
     (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
     softmax, turned = scratch
     maximum_ref, denominator_ref, numerator_ref = softmax
-    rows, width, unit = sizes.rows[KEYS], numerator_ref.shape[1], weighting.unit * LOG2E
+    rows, width, logit_scale = sizes.rows[KEYS], numerator_ref.shape[1], weighting.logit_scale * LOG2E
     pl.when(step.is_first)(lambda: _start_softmax(softmax, before, sizes))
     (query_ref,) = _staying((query_ref,), turned, step)
 
@@ -195,8 +195,8 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
         # The maximum is that of exponents of two, and in all lanes.
         former = maximum_ref[...]
-        maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * unit)  # [Rq, LANES]
-        weights = jnp.exp2(scores * unit - _widen(maximum, at.size))
+        maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * logit_scale)  # [Rq, LANES]
+        weights = jnp.exp2(scores * logit_scale - _widen(maximum, at.size))
         decay = jnp.exp2(former - maximum)
         denominator_ref[...] = decay * denominator_ref[...] + _fold_lanes(weights)
         maximum_ref[...] = maximum
@@ -327,7 +327,7 @@ def _tile_gradients(
 ) -> tuple[Array, Array]:
     """Returns the weights of pairs, some dropped, and the gradient of their logits without the scale."""
     lse, delta = stats
-    logits = scores * (weighting.unit * LOG2E)
+    logits = scores * (weighting.logit_scale * LOG2E)
     if is_cut:
         logits = jnp.where(is_allowed(*masks), logits, -jnp.inf)
     weights = jnp.exp2(logits - lse * LOG2E)
