@@ -44,6 +44,10 @@ __all__ = [
 ]
 __version__ = _find_version()
 DilatedPattern.plot = _plot_pattern
+# Tracebacks, reprs and pickles name what is public by the path that users know.
+for _name in {*__all__} & {*globals()}:
+    if callable(globals()[_name]):
+        globals()[_name].__module__ = __name__
 
 
 def __dir__() -> list[str]:

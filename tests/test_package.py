@@ -1,6 +1,7 @@
 """The wheel as users install it: what is in it, that it runs on its own, and what type checkers see from outside."""
 
 import os
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -55,6 +56,13 @@ def test_names_of_the_package():
     public = [name for name in dir(ringjax) if not name.startswith("__")]
     assert public == sorted(ringjax.__all__)
     assert "RingDilatedAttention" in public
+
+
+@pytest.mark.parametrize("name", sorted({*ringjax.__all__} - {"linen", "nn", "RingDilatedAttention"}))
+def test_what_is_public_names_its_public_path(name):
+    public = getattr(ringjax, name)
+    assert f"{public.__module__}.{public.__qualname__}" == f"ringjax.{name}"
+    assert pickle.loads(pickle.dumps(public)) is public
 
 
 def test_a_checkout_runs_without_being_installed(tmp_path):

@@ -22,7 +22,7 @@ class MeshWarning(UserWarning):
       ...     ringjax.ring_dilated_attention(query, query, query, segment_lengths=(16,), dilation_rates=(1,))
       Traceback (most recent call last):
         ...
-      ringjax._mesh.unused.MeshWarning: the mesh from jax.set_mesh has no axis axis_name='seq', and nothing says that \
+      ringjax.MeshWarning: the mesh from jax.set_mesh has no axis axis_name='seq', and nothing says that \
 ('context',) cut batches or heads: every device there computes all tokens; name the sequence's axis, such as \
 axis_name='context'
     """
