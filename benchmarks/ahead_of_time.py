@@ -23,9 +23,9 @@ from benchmarks.environment import ROOT, run_module
 from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
+from ringjax._kernels.tile_sizes import choose_block_size
 from ringjax._pattern.branch import Branch
 from ringjax._schedule.make import make_schedule
-from ringjax._schedule.tile_sizes import choose_block_size
 from ringjax._schedule.work import Work, choose_travelling_side
 from ringjax._tools.hlo import permutes
 from ringjax._tools.messages import messages

@@ -6,14 +6,12 @@ from typing import Any
 
 from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._kernels.interface import Request
+from ringjax._kernels.tile_sizes import most_rows
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
-from ringjax._schedule.tile_sizes import choose_block_size, choose_gpu_block_size
 from ringjax._schedule.work import Work, choose_travelling_side
-
-GPUS = "cuda", "rocm"  # as jax names their platforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +72,17 @@ class Call:
             document_itemsize=self.document_itemsize,
             needs_lse=self.request.needs_lse,
             kv_itemsizes=(key.dtype.itemsize, value.dtype.itemsize),
-            has_order=self.request.platform == "cpu",
+            has_order=self.request.orders_collectives,
         )
 
     @functools.cached_property
     def max_block_rows(self) -> int:
         """The most rows of a tile."""
-        request = self.request
-        if request.block_size is not None:
-            return request.block_size
-        if request.platform in GPUS:
-            head_bytes = self.num_queries // self.num_devices * self.work.width * self.work.itemsize
-            extent = max(branch.extent for branch in self.pattern.branches)
-            return choose_gpu_block_size(head_bytes, self.num_devices, extent)
-        share_cache = request.platform == "cpu" and self.num_devices > 1
+        extent = max(branch.extent for branch in self.pattern.branches)
         # If those axes cut nothing, tiles are only larger than they need be.
         batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)
-        return choose_block_size(batch_heads, request.query.dtype.itemsize, share_cache)
+        shard_length = self.num_queries // self.num_devices
+        return most_rows(self.request, self.num_devices, shard_length, batch_heads, extent)
 
     def schedules(self, strategy: str | tuple[str, ...]) -> Schedules:
         """Returns the schedule of each branch, before implementations take it; "auto" asks the planner."""

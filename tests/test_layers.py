@@ -1,6 +1,7 @@
 """Imports run downwards only, the core needs no tool, and every module says its one job in its first line."""
 
 import ast
+import re
 import subprocess
 import sys
 import traceback
@@ -94,6 +95,14 @@ def test_the_way_to_a_tile_is_short(monkeypatch):
         ringjax.ring_dilated_attention(array, array, array, pattern=[Segments(40)], mesh=make_mesh(seq=8))
     assert stacks[0][0] == "ring_dilated_attention"
     assert len(stacks[0]) <= 15, stacks[0]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_platforms_are_told_apart_by_kernels_and_the_mesh(name):
+    """The kernels, what orders collectives or devices, and the names of platforms; tools know devices anyway."""
+    text = (PACKAGE / f"{name}.py").read_text()
+    switches = re.findall(r"platform_dependent|platform [!=]= |platform in ", text)
+    assert not switches or name.startswith(("_kernels/", "_tools/", "_mesh/"))
 
 
 @pytest.mark.parametrize("name", MODULES)

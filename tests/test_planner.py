@@ -22,10 +22,10 @@ import ringjax
 from benchmarks.plan_accuracy import Configuration, compiled_bytes, configurations, stated_bytes
 from ringjax import DilatedPattern, MeshWarning, ReachWarning, Segments, Window, explain, plan
 from ringjax._kernels.mosaic import MosaicGpu
+from ringjax._kernels.tile_sizes import choose_gpu_block_size
 from ringjax._mesh.placement import find_placement
 from ringjax._pattern.warning import warning_anew
 from ringjax._recording import recording
-from ringjax._schedule.tile_sizes import choose_gpu_block_size
 from ringjax._tools.command import main
 from ringjax._tools.comparison import compare, mebibytes
 from ringjax._tools.compiled import compile_forecast, find_devices, memory_of

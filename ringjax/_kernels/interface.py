@@ -50,6 +50,11 @@ class Request(NamedTuple):
             **others,
         )
 
+    @property
+    def orders_collectives(self) -> bool:
+        """Whether collectives wait for each other, see `ringjax._mesh.order`: then nothing of theirs is left out."""
+        return self.platform == "cpu"
+
     def obstacle_to_kernels(self) -> str | None:
         """Returns why no kernel can serve the request, None where one may."""
         dtypes = self.query.dtype, self.key.dtype, self.value.dtype

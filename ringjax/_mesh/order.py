@@ -6,6 +6,7 @@ what is independent of it: a permute behind a loop can meet one inside of it, an
 platforms order collectives themselves, and are to overlap them as they like.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,11 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
 
     by_platform = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
     return jax.lax.platform_dependent(arrays, earlier, **by_platform, default=lambda arrays, _: arrays)
+
+
+def when_lowered(default: Callable[..., Any], by_platform: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns the function of the platform that a program is lowered for, or else the default one."""
+    return lambda *arrays: jax.lax.platform_dependent(*arrays, default=default, **by_platform)
 
 
 def unroll(numbers: Array, platform: str | None) -> int:

@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from ringjax._mesh.axes import Axes, cut_of_batch
+from ringjax._mesh.order import when_lowered
 from ringjax._parallel.device import Backward, Context, device_backward, device_forward
 from ringjax._parallel.plan import Plan
 from ringjax._pattern.promotion import own_promotion
@@ -74,8 +75,7 @@ def _over_devices(function: Callable[..., Any], inputs: str, outputs: str, plan:
     plan_elsewhere = dataclasses.replace(plan, schedules=plan.elsewhere, elsewhere=None)
     elsewhere = _over_devices(function, inputs, outputs, plan_elsewhere)
     names = (plan.implementation(schedule).platform for schedule in plan.schedules)
-    by_platform = {name: mapped for name in names if name is not None}
-    return lambda *arrays: jax.lax.platform_dependent(*arrays, default=elsewhere, **by_platform)
+    return when_lowered(elsewhere, {name: mapped for name in names if name is not None})
 
 
 def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: Any) -> Array | None:

@@ -9,7 +9,8 @@ from ringjax._pattern.branch import MAX_POSITIONS, Branch
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules
 from ringjax._schedule.side import Side
-from ringjax._schedule.tile_sizes import MAX_BLOCK_ROWS
+
+MAX_BLOCK_ROWS = 512
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,10 +1,31 @@
-"""How many rows of queries, and of keys, XLA computes at once."""
+"""How many rows of queries, and of keys, XLA computes at once, by the platform."""
 
-MAX_BLOCK_ROWS = 512
+from ringjax._kernels.interface import Request
+from ringjax._schedule.make import MAX_BLOCK_ROWS
+
+GPUS = "cuda", "rocm"  # as jax names their platforms
 SHARED_BLOCK_ROWS = 128
 MIN_BLOCK_ROWS = 64
 MAX_LOGITS = 2**24
 MIN_GPU_BLOCK_ROWS, MAX_GPU_BLOCK_ROWS = 128, 2048
+
+
+def most_rows(request: Request, num_devices: int, shard_length: int, batch_heads: int, extent: int) -> int:
+    """Returns the most rows of a tile.
+
+    Args:
+      request: what a call asks of implementations.
+      num_devices: the devices along the sequence.
+      shard_length: the queries of each of them.
+      batch_heads: the batches and heads that a tile has.
+      extent: the most tokens that a branch spans.
+    """
+    if request.block_size is not None:
+        return request.block_size
+    itemsize = request.query.dtype.itemsize
+    if request.platform in GPUS:
+        return choose_gpu_block_size(shard_length * request.query.shape[-1] * itemsize, num_devices, extent)
+    return choose_block_size(batch_heads, itemsize, share_cache=request.platform == "cpu" and num_devices > 1)
 
 
 def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
