@@ -27,14 +27,14 @@ SOAK_STEPS, SETTLED_STEP = 2000, 200
 FOLLOWED_STEPS = 200
 
 
-def kills(folder: Path) -> dict[str, float]:
-    """Compares a run that is killed ten times with one that is not."""
+def kills(folder: Path, count: int = KILLS, steps: int = KILLED_STEPS) -> dict[str, float]:
+    """Compares a run that is killed so often with one that is not."""
     runs = Runs(folder)
-    options = f"--steps {KILLED_STEPS} --checkpoint-every {CHECKPOINT_EVERY}".split()
+    options = f"--steps {steps} --checkpoint-every {CHECKPOINT_EVERY}".split()
     ended = runs.run(folder / "whole", *options)
     if ended.code:
         raise RuntimeError(ended.stderr)
-    found = kill_at_random(runs, folder / "killed", KILLED_STEPS, KILLS, 0, *options)
+    found = kill_at_random(runs, folder / "killed", steps, count, 0, *options)
     whole, killed = state(folder / "whole"), state(folder / "killed")
     same = whole.keys() == killed.keys() and all(np.array_equal(whole[name], killed[name]) for name in whole)
     resumed = [kill["resumed"] for kill in found[1:]]
@@ -122,11 +122,36 @@ CASES = {
 }
 
 
+def check(name: str, figures: dict[str, float]) -> None:
+    """Checks what training must survive.
+
+    Raises:
+      AssertionError: for a figure that is not what it has to be.
+    """
+    growth, distance = "growth of resident memory after step 200, percent", "distance of losses, 8 devices and 1, nats"
+    if name == "ten kills":
+        assert figures["kills after which the last whole checkpoint was not resumed"] == 0
+        # Those since the last checkpoint, and those taken while another was being written.
+        assert figures["most steps that a kill lost"] < 2 * CHECKPOINT_EVERY
+        assert figures["parameters and optimizer's state bit-identical"] == figures["losses bit-identical"] == 1
+    elif name == "2000 steps":
+        assert figures["steps"] == SOAK_STEPS
+        assert figures[growth] < 2
+        assert figures[f"{growth}, nothing to compile, without malloc's caches"] < 1
+        assert figures["compilations of the training step"] == 1
+        assert figures["compilations after the first evaluation"] == 0
+        assert figures["most checkpoints in the folder"] <= 3  # the two that are kept, and one that takes a place
+    else:
+        between_seeds = figures["mean distance of losses, two seeds, nats"]
+        assert max(figures[f"mean {distance}"], figures[f"largest {distance}"]) < between_seeds
+
+
 def main() -> None:
-    """Runs all and writes the table."""
+    """Runs all, checks it and writes the table."""
     rows: list[dict[str, Any]] = []
     for name, case in CASES.items():
         figures = in_temporary_folder(case)
+        check(name, figures)
         rows += [{"run": name, "figure": figure, "value": float(value)} for figure, value in figures.items()]
     save("endurance", rows)
 

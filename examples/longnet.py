@@ -71,7 +71,7 @@ def train_step(model: LongNet, inputs: jax.Array, targets: jax.Array) -> tuple[j
     loss, grads = nnx.value_and_grad(loss_of)(model, inputs, targets)
     params = nnx.state(model, nnx.Param)
     nnx.update(model, jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads))
-    return loss, optax.global_norm(grads)
+    return loss, optax.tree.norm(grads)
 
 
 def random_bytes(length: int) -> list[jax.Array]:

@@ -66,7 +66,7 @@ class Outputs:
         (query,), (key, value), documents = arrays
         queries = Operand(layout, (query,), documents[0], lambda query: query)
         keys = operand_of_keys(layout, key, value, documents[1])
-        return Task(queries, keys, self._noise(layout), self.part, earlier, self._is_only(0), before=before)
+        return Task(queries, keys, self._counters(layout), self.part, earlier, self._is_only(0), before=before)
 
     def finish(self, task: Task, found: Any) -> Any:
         """Returns the results of a branch where its rows are kept, given what was found where they are computed."""
@@ -93,7 +93,7 @@ class Outputs:
         """Whether nothing is added to an array of the only branch."""
         return self.are_final[number] and len(self.part.schedules) == 1
 
-    def _noise(self, layout: Layout) -> DropoutCounters | None:
+    def _counters(self, layout: Layout) -> DropoutCounters | None:
         counters = self.counters
         return counters if counters is None else counters._replace(head=layout.rows.heads.of_heads(counters.head))
 
@@ -120,7 +120,7 @@ class Gradients(Outputs):
         tokens = query, *residuals[layout.rows.schedule.implementation]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries)
         keys = operand_of_keys(layout, key, value, documents[1])
-        return Task(queries, keys, self._noise(layout), self.part, earlier, self._is_only(1), total, before)
+        return Task(queries, keys, self._counters(layout), self.part, earlier, self._is_only(1), total, before)
 
     def finish(self, task: Task, found: ring.Addends) -> ring.Addends:
         """Returns what a branch adds where its rows are kept."""
