@@ -76,7 +76,7 @@ def test_results_have_their_shapes_and_dtypes(call):
 
 @pytest.mark.slow
 @given(calls())
-@settings(max_examples=500, **anything)
+@settings(max_examples=200, **anything)
 def test_results_have_their_shapes_and_dtypes_in_many_calls(call):
     check(call)
 

@@ -293,7 +293,7 @@ def test_features_compose(call):
 
 @pytest.mark.slow
 @in_any_combination
-@settings(max_examples=100, **options)
+@settings(max_examples=40, **options)
 def test_features_compose_in_many_ways(call):
     check_combination(call)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from oracle import make_mesh
 from parts import finetune
 from parts.finetune import Classifier, Settings, pad, padded_length, rate_scales
-from parts.longnet_layers import DropoutCounters, drop
+from parts.longnet_layers import Noise, drop
 from parts.slide_encoder import SlideEncoder
 from parts.slides import Slide
 
@@ -62,7 +62,7 @@ def test_padding_changes_nothing():
 def test_noise_is_dropped_in_proportion():
     """Numbers at one rate, all that is added to a sequence at another; and nothing at rates of zero."""
     array, keys = jnp.ones((2, 61, 16)), jax.random.split(jax.random.key(0), 400)
-    dropped = np.asarray(jax.vmap(lambda key: drop(array, DropoutCounters(key, 0.3, 0.5), 1))(keys))
+    dropped = np.asarray(jax.vmap(lambda key: drop(array, Noise(key, 0.3, 0.5), 1))(keys))
     share = 0.7 * 0.5
     assert set(np.unique(dropped.round(5))) == {0, round(1 / share, 5)}
     np.testing.assert_allclose(dropped.mean(axis=0), array, atol=6 * np.sqrt((1 - share) / share / 400))
