@@ -181,7 +181,7 @@ def _nothing(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
     return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
 
 
-# An lse that nobody asked for is not returned: it may be minus infinity, which jax reports to who looks for that.
+# An lse that nobody asked for is not returned: it may be minus infinity, which `jax.debug_infs` reports.
 @functools.partial(jax.jit, static_argnames=("plan", "has_lse"))
 def _attend(
     query: Array, key: Array, value: Array, sinks: Array | None, context: Context, plan: Plan, has_lse: bool

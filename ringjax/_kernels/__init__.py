@@ -1,1 +1,1 @@
-"""The implementations, each of which computes the steps of rows in its own way."""
+"""Attention steps: rows, masks, the softmax, and the implementations that compute them."""

@@ -1,4 +1,4 @@
-"""Implementations by a fused kernel: whole chunks of rows, of which all pairs attend, or those that it can tell apart.
+"""Implementations by a fused kernel, for whole chunks whose pairs all attend, or attend by rules that the kernel knows.
 
 Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R the slots of a chunk, N all heads.
 """

@@ -38,10 +38,7 @@ class ActiveBlocks(NamedTuple):
 
 
 class BlockMask(NamedTuple):
-    """Which blocks, tiles of queries by tiles of keys, have a pair that attends, and of which all do.
-
-    Tiles of different groups have none.
-    """
+    """Which blocks, tiles of queries by tiles of keys, are active, and which are full; none across groups is."""
 
     is_active: Bool[Array, "groups I_of_group J_of_group"]
     is_full: Bool[Array, "groups I_of_group J_of_group"]
@@ -195,7 +192,7 @@ def bounds_of_queries(mask: QueryMask, num_groups: int) -> Bounds:
 
 
 def bounds_of_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Bounds:
-    """Returns the bounds of tiles of keys, none of which is full where `is_full` is false."""
+    """Returns the bounds of tiles of keys; where `is_full` is false, none is full."""
     position = _range(mask.position, num_groups, mask.is_key)
     return Bounds(
         position,

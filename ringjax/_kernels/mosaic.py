@@ -39,9 +39,9 @@ LANES = 128  # rows of tiles are multiples of these
 # The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
 # is read, which the v6e with its many products needs.
 ROWS_BY_KIND = {"v6": (1024, 512)}
-# The least tokens of which a local branch lays rows out at once, where these are copied.
+# A local branch lays out the rows of at least this many tokens at once, where rows are copied.
 GROUP_TOKENS = 8192
-MAX_TILE_ROWS = 1024  # of which a chip's memory holds all pairs
+MAX_TILE_ROWS = 1024  # a chip's memory holds all pairs of two such tiles
 # Of kinds with less memory, and the most bytes of a head there.
 MAX_TILE_ROWS_BY_KIND = {"v4": 512}
 MAX_HEAD_BYTES_BY_KIND = {"v4": 512}
@@ -75,7 +75,7 @@ class Mosaic(KernelImplementation):
 
     dtypes: ClassVar[tuple[str, str]]  # those that it computes in
     order: ClassVar[str]  # of dimensions, rows along the `slots_axis`
-    width_multiple: ClassVar[int] = 1  # of which heads are made
+    width_multiple: ClassVar[int] = 1  # heads are padded to a multiple of it
 
     @property
     @abc.abstractmethod
@@ -240,7 +240,7 @@ class MosaicTpu(Mosaic):
         return None
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
-        """Returns the schedule also in groups of segments, of which one at a time is copied."""
+        """Returns the schedule also in groups of segments: rows are copied one group at a time."""
         schedule, reason = super().serve(request, schedule)
         return schedule.in_groups(GROUP_TOKENS), reason
 

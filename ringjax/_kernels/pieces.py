@@ -147,7 +147,7 @@ def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys:
 
 
 def _own_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[Piece]:
-    """The pieces of one shard's rows, of which a side may be some: the same rows, and those before and behind them."""
+    """The pieces of one shard's rows: the same rows on both sides, and those before and behind them."""
     start, stop = max(queries.place.start, keys.place.start), min(queries.place.stop, keys.place.stop)
     window = window_of(schedule)
     piece = functools.partial(_piece, queries, keys)

@@ -27,8 +27,8 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
         return arrays
 
     def wait(arrays: Any, earlier: Any) -> Any:
-        # Compilers drop a dependency if they see that it changes nothing. They do not see that no word has more than 32
-        # set bits, so they keep this one.
+        # XLA drops a dependency that it can prove to change nothing. It cannot prove that a word has at most 32 set
+        # bits, so it keeps this one.
         is_there = _count_bits(earlier) <= 32 * len(jax.tree.leaves(earlier))
         return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
@@ -79,11 +79,10 @@ def behind(arrays: Any, computed: Any) -> Any:
 
 
 def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple[Array, ...]:
-    """Returns so many zeros of which no compiler sees that they are: what is made of them comes after the arrays.
+    """Returns `count` zeros that XLA cannot constant-fold, so that what is made of them comes after the arrays.
 
-    Of constants compilers make one array, long before it is needed, and a copy of it for each use. They take barriers
-    away before they decide on an order. It comes after `others` as well, but on TPUs: what is looked at is laid out
-    anew there.
+    XLA hoists constants: it makes one array long before it is needed, and a copy of it for each use. It removes
+    barriers before it schedules. The zeros come after `others` as well, except on TPUs, which relayout what is read.
     """
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves((arrays, others))))
     bits_of = lambda *trees: vary(_count_bits(trees), axes)
@@ -93,7 +92,7 @@ def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple
 
 
 def _count_bits(arrays: Any) -> Array:
-    """The set bits of words of which each depends on one of the arrays."""
+    """The number of set bits in one word of each array."""
     words = (jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(arrays))
     return sum(words, jnp.uint32(0))
 

@@ -34,7 +34,7 @@ class Outputs:
     """The outputs and the lse of queries, as a total of branches.
 
     Args:
-      part: the branches, of which the same tokens are exchanged.
+      part: the branches, which exchange the same tokens.
       counters: what dropout is drawn from.
       groups: the query heads of each key/value head.
       are_final: for each array whether nothing is added to that of the part.

@@ -27,7 +27,7 @@ class Plan:
     """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
 
     `schedules` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
-    schedules for all other platforms. Branches of which the same tokens are exchanged are a part of the plan; in that,
+    schedules for all other platforms. Branches that exchange the same tokens are a part of the plan; in that,
     `ulysses_size` devices are a shard.
     """
 
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def parts(self) -> tuple["Plan", ...]:
-        """The parts of the plan, each with the branches of which the same tokens are exchanged."""
+        """The parts of the plan, each with the branches that exchange the same tokens."""
         return tuple(
             dataclasses.replace(self, schedules=group, ulysses_size=group[0].ulysses_size)
             for group in exchanged_together(self.schedules)

@@ -105,8 +105,8 @@ def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Pl
     context = jax.tree.map(lambda array: array.value, context, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     results: Any = ring_attention(*arrays, context, plan)
     out, lse = results
-    # Named, so that rematerialisation can keep them: then its second forward does not go around the ring. What is kept
-    # has no infinity, which jax would report to who looks for them: it is that of rows that attend to nothing.
+    # Named, so that a checkpoint policy can save them: the second forward then does not go around the ring. The saved
+    # lse has no infinity, which `jax.debug_infs` would report: rows that attend to nothing have one.
     out, kept_lse = map(checkpoint_name, (out, jnp.maximum(lse, _lowest(lse))), ("ringjax_out", "ringjax_lse"))
     return (out, _with_infinity(kept_lse)), (*arrays, context, out, kept_lse)
 
@@ -123,7 +123,7 @@ def _with_infinity(kept_lse: Array) -> Array:
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     query, key, value, context, out, kept_lse = residuals
     lse = _with_infinity(kept_lse)
-    # A result that nobody used has a symbol for its cotangent.
+    # The cotangent of an unused result is a symbolic zero.
     out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
     return *_backward(Backward(query, key, value, out, lse, out_grad, lse_grad), context, plan), None
 

@@ -23,7 +23,7 @@ class Side:
     Tokens are named by their positions, from `first_token` on. Where the side `is_moving`, that is known only when the
     program runs, see `at`. Of each shard, these are the rows among its `span` tokens from number `begin` on.
 
-    These tokens are cut into chunks, each of which attends to itself and, on other shards, to chunks of its number:
+    These tokens are cut into chunks. Each attends to itself and, on other shards, to chunks of its number:
     into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"phases"`, tokens a rate apart. A
     chunk has `chunk_rows` slots for the rows that a head keeps; a slot without a row is masked. The slots of a chunk
     are computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.

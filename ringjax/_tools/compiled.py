@@ -33,7 +33,7 @@ def find_devices(comparison: Comparison, target: str | None = None) -> list[Any]
     """Returns devices to compile for: those that are there, or those that a plugin of jax describes.
 
     Args:
-      comparison: the comparison, which says how many of which.
+      comparison: the comparison, which names the device and their number.
       target: a file that describes a GPU to XLA, where that is not there.
 
     Raises:

@@ -83,7 +83,7 @@ class Forecast:
 def best_strategy(call: Call) -> str | tuple[str, ...]:
     """Returns what ``strategy="auto"`` stands for: that of the least time on the call's devices, with the gradient.
 
-    On devices of which no figures are known this is the ring.
+    On devices without known figures this is the ring.
     """
     kind = call.request.device_kind or call.request.platform
     machine = known_machine(call.request.platform, call.request.device_kind)
@@ -163,7 +163,7 @@ def all_forecasts(call: Call, machine: Machine, has_gradient: bool) -> list[Fore
 
 
 def _operations(work: Work, schedule: BranchSchedule, direction: Direction) -> int:
-    """Two products of each pair forward, five in the gradient, of which it computes one again."""
+    """Two products of each pair forward, five in the gradient, one of them recomputed."""
     of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
     return 2 * of_pair * _computed(work, schedule)
 
