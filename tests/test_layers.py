@@ -83,10 +83,10 @@ print(jax.grad(lambda inputs: attention(inputs).sum())(jnp.ones((1, 8, 8))).shap
 
 def test_the_way_to_a_tile_is_short(monkeypatch):
     """From the function to the first product of a ring's tile, functions of the library alone."""
-    stacks = []
+    stacks, installed = [], Path(ringjax.__file__).parent
 
     def stop(*_, **__):
-        stacks.append([frame.name for frame in traceback.extract_stack() if str(PACKAGE) in frame.filename])
+        stacks.append([frame.name for frame in traceback.extract_stack() if str(installed) in frame.filename])
         raise RuntimeError("reached")
 
     monkeypatch.setattr(tiles.jnp, "einsum", stop)

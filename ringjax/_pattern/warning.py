@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Iterator
 
 # Those that may call ours in the caller's place.
-_LIBRARIES = frozenset({"ringjax", "flax", "jax", "jaxtyping"})
+_LIBRARIES = frozenset({"contextlib", "ringjax", "flax", "jax", "jaxtyping"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
