@@ -84,7 +84,7 @@ def taking(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
 def documented(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
     """Returns a decorator for a function or class, whose docstring has an argument ``**options``.
 
-    The options stand in its place: each with its sentence, or the names of all with the sentence that is there.
+    Each option stands in its place with its sentence, or the names of all stand before the sentence that is there.
     """
     options = options_of(table)
 
@@ -94,7 +94,7 @@ def documented(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
             return one
         indent, sentence = found.groups()
         texts = [f"{name}: {option.doc}" for name, option in options.items()]
-        texts = texts if in_full else [f"{', '.join(options)}: {sentence}"]
+        texts = texts if in_full else [f"**options: {', '.join(options)}, {sentence}"]
         wrap = functools.partial(textwrap.wrap, width=_WIDTH, break_long_words=False, break_on_hyphens=False)
         lines = [line for text in texts for line in wrap(text, initial_indent=indent, subsequent_indent=indent + "  ")]
         text = "\n".join(lines)
