@@ -173,7 +173,7 @@ class Task(NamedTuple):
         return {name: array for name, array in of_each if name in names}
 
     def meet(self, queries: Any, keys: Any, is_new: Any = True, hops: Any = 0) -> AttentionStep:
-        """Returns the step of what is seen of queries and of keys."""
+        """Returns the attention step of what is seen of queries and of keys."""
         continues = self.before is not None
         return AttentionStep(self.schedule, queries, keys, is_new, hops, self.is_branch_final, continues)
 

@@ -77,7 +77,7 @@ class Ulysses(NamedTuple):
         """Gives each rank the documents of the shard's tokens."""
 
         def gather(array: Array, earlier: Any) -> Array:
-            array, groups = after(array, earlier), self._members
+            array, groups = after(array, earlier), self._groups
             return jax.lax.all_gather(array, self.axis_name, axis=1, axis_index_groups=groups, tiled=True)
 
         gathered: list[Any] = []
@@ -86,7 +86,7 @@ class Ulysses(NamedTuple):
         return tuple(gathered)
 
     @property
-    def _members(self) -> list[list[int]] | None:
+    def _groups(self) -> list[list[int]] | None:
         if self.size == self.num_devices:
             return None
         return np.arange(self.num_devices).reshape(-1, self.size).tolist()
@@ -107,7 +107,7 @@ class Ulysses(NamedTuple):
         """Gives each rank its part, and returns the parts that this one gets."""
         # jax has no rule for a vmap of groups: instances are one more of the batch.
         mapped = custom_vmap(
-            lambda parts: jax.lax.all_to_all(parts, self.axis_name, 0, 0, axis_index_groups=self._members, tiled=True)
+            lambda parts: jax.lax.all_to_all(parts, self.axis_name, 0, 0, axis_index_groups=self._groups, tiled=True)
         )
 
         @mapped.def_vmap

@@ -21,6 +21,7 @@ class Option(NamedTuple):
     check: Callable[[str, Any], None] = lambda name, value: None
 
 
+@functools.cache
 def options_of(table: Any) -> dict[str, Option]:
     """Returns the options of a TypedDict by name."""
     return {name: hint.__metadata__[0] for name, hint in inspect.get_annotations(table).items()}
