@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringjax import DilatedPattern, Segments, Window
 from ringjax._schedule.make import make_schedule
-from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.schedule import BranchSchedule, Rotation
 from ringjax._schedule.side import Side
 from ringjax._schedule.strategy import schedules_with
 from ringjax._tools.pairs import num_kept_pairs, num_tile_pairs
@@ -43,15 +43,15 @@ def tokens_of(schedule: BranchSchedule, side: Side, shard: int, offset: int, is_
     return np.where(is_row, token, -1)
 
 
-def steps(schedule: BranchSchedule, shard: int, legs: tuple[Leg, ...], side: Side):
+def steps(schedule: BranchSchedule, shard: int, rotations: tuple[Rotation, ...], side: Side):
     """The shards and the sides of what comes to a shard, itself first."""
     yield shard, side
-    for leg in legs:
-        for hops in range(1, leg.rotations + 1):
-            if schedule.is_new(shard, hops, leg.direction):
-                yield schedule.source(shard, hops, leg.direction), side
-        if leg.halo and schedule.is_new(shard, leg.rotations + 1, leg.direction):
-            yield schedule.source(shard, leg.rotations + 1, leg.direction), leg.of_halo(side)
+    for rotation in rotations:
+        for hops in range(1, rotation.steps + 1):
+            if schedule.is_new(shard, hops, rotation.direction):
+                yield schedule.source(shard, hops, rotation.direction), side
+        if rotation.halo and schedule.is_new(shard, rotation.steps + 1, rotation.direction):
+            yield schedule.source(shard, rotation.steps + 1, rotation.direction), rotation.of_halo(side)
 
 
 def held_pairs(schedule: BranchSchedule, queries: np.ndarray, keys: np.ndarray, offset: int) -> np.ndarray:
@@ -64,11 +64,13 @@ def held_pairs(schedule: BranchSchedule, queries: np.ndarray, keys: np.ndarray, 
 def computed_pairs(schedule: BranchSchedule, offset: int, length: int, do_queries_travel: bool = False) -> np.ndarray:
     """How often the devices together compute each pair (t, s): those of chunks with the same number."""
     count = np.zeros((length, length), int)
-    moving, legs = (schedule.queries, schedule.query_legs) if do_queries_travel else (schedule.keys, schedule.key_legs)
+    moving, rotations = (
+        (schedule.queries, schedule.query_rotations) if do_queries_travel else (schedule.keys, schedule.key_rotations)
+    )
     resident = schedule.keys if do_queries_travel else schedule.queries
     for shard in range(schedule.num_shards):
         own = tokens_of(schedule, resident, shard, offset)
-        for source, side in steps(schedule, shard, legs, moving):
+        for source, side in steps(schedule, shard, rotations, moving):
             sides = own, tokens_of(schedule, side, source, offset)
             for queries, keys in zip(*(sides[::-1] if do_queries_travel else sides), strict=True):
                 pairs = np.nonzero(held_pairs(schedule, queries, keys, offset))
@@ -125,15 +127,15 @@ def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
         # Rates thin out what is sent: here all tokens between the first and the last that are seen count.
         first, last = schedule.branch.seen(token[:, None], is_causal)
         sees = (first <= token) & (token <= last)
-        for legs, seen in ((schedule.key_legs, sees), (schedule.query_legs, sees.T)):
-            for leg in legs:
-                hops = leg.direction * (shard[:, None] - shard)  # of each token to those that see it
+        for rotations, seen in ((schedule.key_rotations, sees), (schedule.query_rotations, sees.T)):
+            for rotation in rotations:
+                hops = rotation.direction * (shard[:, None] - shard)  # of each token to those that see it
                 furthest = hops[seen].max()
-                assert leg.rotations == furthest - 1
+                assert rotation.steps == furthest - 1
                 sent = np.nonzero(seen & (hops == furthest))[1] % shard_length
-                depth = shard_length - sent if leg.direction > 0 else sent + 1
-                assert leg.halo == depth.max()
-                assert all(there - here == leg.halo_hops for here, there in schedule.hop(leg.halo_hops))
+                depth = shard_length - sent if rotation.direction > 0 else sent + 1
+                assert rotation.halo == depth.max()
+                assert all(there - here == rotation.halo_hops for here, there in schedule.hop(rotation.halo_hops))
 
 
 @given(geometries())
@@ -248,7 +250,7 @@ def test_a_causal_window_is_the_same_work_on_all_devices_but_the_first(window):
         assert set(queries.ravel() // shard_length) == {shard}
         came = [
             tokens_of(schedule, side, source, 0)
-            for source, side in steps(schedule, shard, schedule.key_legs, schedule.keys)
+            for source, side in steps(schedule, shard, schedule.key_rotations, schedule.keys)
         ]
         pairs.append(
             sum(held_pairs(schedule, t, s, 0).sum() for keys in came for t, s in zip(queries, keys, strict=True))
@@ -272,7 +274,7 @@ def met_pairs(schedule: BranchSchedule, shard: int, offsets: tuple[int, ...]) ->
     low = np.where(queries >= 0, first, queries.max() + 1).min(axis=(3, 4))[..., None]
     high = np.where(queries >= 0, last, -1).max(axis=(3, 4))[..., None]
     total = 0
-    for source, side in steps(schedule, shard, schedule.key_legs, schedule.keys):
+    for source, side in steps(schedule, shard, schedule.key_rotations, schedule.keys):
         keys = tiles(side, source)
         most = keys.max(axis=(3, 4))[:, :, None]
         least = np.where(keys >= 0, keys, most[..., None, None].max() + 1).min(axis=(3, 4))[:, :, None]

@@ -18,7 +18,7 @@ from ringjax._kernels.strides import Combine, combined_dtype
 from ringjax._mesh.order import after, zeros_behind
 from ringjax._parallel.collectives import Collectives, Moved
 from ringjax._parallel.plan import Plan
-from ringjax._schedule.schedule import BranchSchedule, Leg
+from ringjax._schedule.schedule import BranchSchedule, Rotation
 from ringjax._schedule.side import Side
 
 
@@ -101,9 +101,9 @@ class Operand(NamedTuple):
         """Returns a part of the operand."""
         return self._replace(layout=self.layout.of_part(side))
 
-    def of_halo(self, leg: Leg) -> "Operand":
-        """Returns the part that goes in the last hop of a leg."""
-        return self.of_part(leg.of_halo(self.side))
+    def of_halo(self, rotation: Rotation) -> "Operand":
+        """Returns the part that goes in the last hop of a rotation."""
+        return self.of_part(rotation.of_halo(self.side))
 
     def take(self) -> Tiles:
         """Takes the rows, laid out."""
@@ -199,13 +199,13 @@ class Task(NamedTuple):
         is_copied = is_only and self.schedule.is_zigzag and operand.layout.rows.is_whole
         return self.collectives.swap(self.take(operand, is_copied=is_copied))
 
-    def send(self, operand: Operand, leg: Leg) -> "Halo":
+    def send(self, operand: Operand, rotation: Rotation) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""
-        halo = operand.of_halo(leg)
+        halo = operand.of_halo(rotation)
         rows, documents = after(halo.take_rows(), self.earlier)
-        moved = self.collectives.hop_rows(rows, leg.halo_hops)
+        moved = self.collectives.hop_rows(rows, rotation.halo_hops)
         if documents is not None:
-            documents = self.collectives.hop(documents, leg.halo_hops)
+            documents = self.collectives.hop(documents, rotation.halo_hops)
         return Halo(halo, moved, documents)
 
     def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:

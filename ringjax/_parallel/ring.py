@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ringjax._kernels.attention_step import AttentionStep, Tiles
 from ringjax._mesh.order import after, unroll
 from ringjax._parallel.layout import Layout, Operand, Task
-from ringjax._schedule.schedule import Leg
+from ringjax._schedule.schedule import Rotation
 
 
 class Addends(NamedTuple):
@@ -38,30 +38,30 @@ def forward(task: Task) -> Any:
         return implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
-    with_halos = [leg for leg in schedule.key_legs if leg.halo]
-    halos = [task.send(task.keys, leg) for leg in with_halos]
+    with_halos = [rotation for rotation in schedule.key_rotations if rotation.halo]
+    halos = [task.send(task.keys, rotation) for rotation in with_halos]
     keys = task.take_swapped(task.keys)
     partial = task.start(queries, keys)
-    rotating = [leg for leg in schedule.key_legs if leg.rotations]
+    rotating = [rotation for rotation in schedule.key_rotations if rotation.steps]
     if not rotating:
         partial = attend(partial, task.keys, keys, 0, 1)
-    for number, leg in enumerate(rotating):
-        hop = functools.partial(task.collectives.hop, hops=leg.direction)
+    for number, rotation in enumerate(rotating):
+        hop = functools.partial(task.collectives.hop, hops=rotation.direction)
 
-        def hop_and_attend(carry: Any, hops: Array, leg: Leg = leg, hop: Any = hop) -> tuple[Any, None]:
+        def hop_and_attend(carry: Any, hops: Array, rotation: Rotation = rotation, hop: Any = hop) -> tuple[Any, None]:
             keys, partial = carry
             arriving = hop(keys)
-            return (arriving, attend(partial, task.keys, keys, hops, leg.direction)), None
+            return (arriving, attend(partial, task.keys, keys, hops, rotation.direction)), None
 
         arriving = after(keys, partial if number else [halo.arrays for halo in halos])
-        first_hop = min(number, 1)  # the first leg begins with a shard's own keys
+        first_hop = min(number, 1)  # the first rotation begins with a shard's own keys
         carry = hop(arriving) if first_hop else arriving, partial
-        hops = jnp.arange(first_hop, leg.rotations, dtype=jnp.uint32)
+        hops = jnp.arange(first_hop, rotation.steps, dtype=jnp.uint32)
         (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=unroll(hops, implementation.platform))
-        partial = attend(partial, task.keys, last, leg.rotations, leg.direction)
-    for leg, halo in zip(with_halos, halos, strict=True):
+        partial = attend(partial, task.keys, last, rotation.steps, rotation.direction)
+    for rotation, halo in zip(with_halos, halos, strict=True):
         tiles, partial = halo.behind(partial)
-        partial = attend(partial, halo.operand, tiles, leg.rotations + 1, leg.direction)
+        partial = attend(partial, halo.operand, tiles, rotation.steps + 1, rotation.direction)
     return partial
 
 
@@ -96,12 +96,12 @@ def backward(task: Task) -> Addends:
 
     if schedule.rotates_queries:
         visit_own = functools.partial(visit_keys, **task.before_of("query"))
-        sent = _travel(task, task.queries, queries, schedule.query_legs, visit_keys, visit_own, tuple(grads[1:]))
+        sent = _travel(task, task.queries, queries, schedule.query_rotations, visit_keys, visit_own, tuple(grads[1:]))
         with_sent = lambda grad: grads._replace(query=grad, key=sent.resident[0], value=sent.resident[1])
         numbers = (0,)
     else:
         visit_own = functools.partial(visit_queries, **task.before_of("key", "value"))
-        sent = _travel(task, task.keys, keys, schedule.key_legs, visit_queries, visit_own, grads.query)
+        sent = _travel(task, task.keys, keys, schedule.key_rotations, visit_queries, visit_own, grads.query)
         with_sent = lambda grad: grads._replace(query=sent.resident, key=grad[0], value=grad[1])
         numbers = 1, 2
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
@@ -142,7 +142,7 @@ def _travel(
     task: Task,
     operand: Operand,
     tiles: Tiles,
-    legs: tuple[Leg, ...],
+    rotations: tuple[Rotation, ...],
     visit: Callable[..., Any],
     visit_own: Callable[..., Any],
     resident_grad: Any,
@@ -157,16 +157,16 @@ def _travel(
     overlap. For this a shard visits its own rows in two parts where there is a halo: one while the halo comes, and one
     while its gradient returns.
     """
-    rotating = [leg for leg in legs if leg.rotations]
-    turn = lambda leg: functools.partial(visit, direction=leg.direction)
-    hop = lambda tiles, leg: task.collectives.hop(tiles, leg.direction)
+    rotating = [rotation for rotation in rotations if rotation.steps]
+    turn = lambda rotation: functools.partial(visit, direction=rotation.direction)
+    hop = lambda tiles, rotation: task.collectives.hop(tiles, rotation.direction)
     if task.schedule.is_closed:
         own_grad, resident_grad = visit_own(resident_grad, operand, tiles, 0, 1)
-        for leg in rotating:
-            grad, resident_grad = _rotate(task, operand, leg, hop(tiles, leg), turn(leg), resident_grad)
+        for rotation in rotating:
+            grad, resident_grad = _rotate(task, operand, rotation, hop(tiles, rotation), turn(rotation), resident_grad)
             own_grad = _add(own_grad, grad)
         return _Sent(resident_grad, [_Part(operand.layout, own_grad)])
-    halos = [task.send(operand, leg) for leg in legs]
+    halos = [task.send(operand, rotation) for rotation in rotations]
     *first, last = (operand.of_part(side) for side in operand.side.in_two_parts())
     parts = []
 
@@ -178,25 +178,25 @@ def _travel(
     for part in first:
         resident_grad = visit_part(part, task.take(part), resident_grad)
     earlier: Any = [halo.arrays for halo in halos]
-    for leg in rotating:
+    for rotation in rotating:
         # Behind the part that is computed meanwhile, as halos are.
-        arriving = hop(after(tiles, earlier), leg), resident_grad
+        arriving = hop(after(tiles, earlier), rotation), resident_grad
         arrived, resident_grad = jax.lax.optimization_barrier(arriving)
-        grad, resident_grad = _rotate(task, operand, leg, arrived, turn(leg), resident_grad)
+        grad, resident_grad = _rotate(task, operand, rotation, arrived, turn(rotation), resident_grad)
         parts.append(_Part(operand.layout, grad))
         earlier = grad
-    for leg, halo in zip(legs, halos, strict=True):
+    for rotation, halo in zip(rotations, halos, strict=True):
         arrived, resident_grad = halo.behind(resident_grad)
-        resident_grad = visit_part(halo.operand, arrived, resident_grad, leg.halo_hops, leg.direction)
+        resident_grad = visit_part(halo.operand, arrived, resident_grad, rotation.halo_hops, rotation.direction)
     resident_grad = visit_part(last, task.take(last), resident_grad)
     return _Sent(resident_grad, parts)
 
 
 def _rotate(
-    task: Task, operand: Operand, leg: Leg, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
+    task: Task, operand: Operand, rotation: Rotation, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
 ) -> tuple[Any, Any]:
     """Rotates tiles that have made the first hop, and the sums of their gradients, and brings these back."""
-    size, direction = leg.rotations, leg.direction
+    size, direction = rotation.steps, rotation.direction
     hop = functools.partial(task.collectives.hop, hops=direction)
     # Sums go round the ends, where their tiles do not: else they would not come back.
     rotate = task.collectives.rotate

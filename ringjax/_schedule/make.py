@@ -7,7 +7,7 @@ from typing import Literal
 
 from ringjax._pattern.branch import MAX_POSITIONS, Branch
 from ringjax._pattern.pattern import DilatedPattern
-from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules
+from ringjax._schedule.schedule import BranchSchedule, Rotation, Schedules
 from ringjax._schedule.side import Side
 
 MAX_BLOCK_ROWS = 512
@@ -65,32 +65,32 @@ def make_schedule(
 
 
 def _lay_ways(one: BranchSchedule) -> BranchSchedule:
-    """Returns the schedule with its rings, legs and chunks."""
+    """Returns the schedule with its rings, rotations and chunks."""
     side, branch, num_shards = one.queries, one.branch, one.num_shards
     if one.is_general:
-        ring = (Leg(1, num_shards - 1),) if num_shards > 1 else ()
-        return dataclasses.replace(one, ring_size=num_shards, key_legs=ring, query_legs=ring)
+        ring = (Rotation(1, num_shards - 1),) if num_shards > 1 else ()
+        return dataclasses.replace(one, ring_size=num_shards, key_rotations=ring, query_rotations=ring)
     period = branch.period or num_shards * side.shard_length
     # Shards between two boundaries that are boundaries of segments as well share nothing with the others.
     ring_size = min(num_shards, math.lcm(period, side.shard_length) // side.shard_length)
     back, ahead = _seen_across(branch, side)
-    key_legs, query_legs = _legs(1, back, side), _legs(-1, ahead, side)
+    key_rotations, query_rotations = _rotations(1, back, side), _rotations(-1, ahead, side)
     if not one.is_causal:
-        key_legs = query_legs = key_legs + query_legs
+        key_rotations = query_rotations = key_rotations + query_rotations
     # By bytes, then by messages; rows of segments that fill shards are seen all round their ring.
     of_ring = (ring_size - 1) * side.shard_length, ring_size - 1
-    of_legs = back + (0 if one.is_causal else ahead), sum(leg.rotations + 1 for leg in key_legs)
-    if not key_legs:
+    of_rotations = back + (0 if one.is_causal else ahead), sum(rotation.steps + 1 for rotation in key_rotations)
+    if not key_rotations:
         ring_size = 1
-    elif side.is_in_one_segment or of_ring < of_legs:
-        key_legs = query_legs = (Leg(1, ring_size - 1),)
-    one = dataclasses.replace(one, key_legs=key_legs, query_legs=query_legs, ring_size=ring_size)
+    elif side.is_in_one_segment or of_ring < of_rotations:
+        key_rotations = query_rotations = (Rotation(1, ring_size - 1),)
+    one = dataclasses.replace(one, key_rotations=key_rotations, query_rotations=query_rotations, ring_size=ring_size)
     return _cut(one)
 
 
-def _legs(direction: Literal[1, -1], tokens: int, side: Side) -> tuple[Leg, ...]:
-    rotations = max(0, -(-tokens // side.shard_length) - 1)
-    return (Leg(direction, rotations, tokens - rotations * side.shard_length),) if tokens else ()
+def _rotations(direction: Literal[1, -1], tokens: int, side: Side) -> tuple[Rotation, ...]:
+    steps = max(0, -(-tokens // side.shard_length) - 1)
+    return (Rotation(direction, steps, tokens - steps * side.shard_length),) if tokens else ()
 
 
 def _seen_across(branch: Branch, side: Side) -> tuple[int, int]:

@@ -18,21 +18,21 @@ from ringjax._schedule.side import Side
 Addition = Literal["one by one", "at once", "in place"]
 
 
-class Leg(NamedTuple):
-    """A way that rows go: to later shards (`direction` 1) or to earlier ones (-1), one after the other.
+class Rotation(NamedTuple):
+    """A rotation of rows in one direction: to later shards (`direction` 1) or to earlier ones (-1).
 
-    All rows of a shard make so many `rotations` by one shard. Behind these, the `halo` is the number of the shard's
+    All rows of a shard make so many `steps` by one shard. Behind these, the `halo` is the number of the shard's
     tokens, the last ones or the first, whose rows the next shard still needs: they go there in one hop.
     """
 
     direction: Literal[1, -1]
-    rotations: int
+    steps: int
     halo: int = 0
 
     @property
     def halo_hops(self) -> int:
         """The distance of the shard that gets the halo, signed."""
-        return self.direction * (self.rotations + 1)
+        return self.direction * (self.steps + 1)
 
     def of_halo(self, side: Side) -> Side:
         """Returns the rows of the halo."""
@@ -41,7 +41,7 @@ class Leg(NamedTuple):
     @property
     def hops(self) -> int:
         """The number of hops, that of the halo included."""
-        return self.rotations + (self.halo > 0)
+        return self.steps + (self.halo > 0)
 
     def halo_rows(self, side: Side) -> int:
         """Returns the number of rows of the halo."""
@@ -50,17 +50,17 @@ class Leg(NamedTuple):
 
     def num_rows(self, side: Side) -> int:
         """Returns the number of rows that a shard sends."""
-        return self.rotations * side.num_slots + self.halo_rows(side)
+        return self.steps * side.num_slots + self.halo_rows(side)
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchSchedule:
     """One branch of a pattern on shards of `queries` and of `keys`, whose rows meet on their ways.
 
-    Rotations go round rings of `ring_size` consecutive shards; the last ring may be shorter. Either rings are closed,
-    and one leg brings each shard the rows of all others in its ring. Or rings are open, and the legs bring only the
-    rows of neighbours that are seen. `is_general` says that queries and keys differ in their positions or their number:
-    then all shards form one ring.
+    Rows rotate round rings of `ring_size` consecutive shards; the last ring may be shorter. Either rings are closed,
+    and one rotation brings each shard the rows of all others in its ring. Or rings are open, and rotations bring only
+    the rows of neighbours that are seen. `is_general` says that queries and keys differ in their positions or their
+    number: then all shards form one ring.
 
     In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
     `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
@@ -76,8 +76,8 @@ class BranchSchedule:
     number: int
     queries: Side
     keys: Side
-    key_legs: tuple[Leg, ...] = ()
-    query_legs: tuple[Leg, ...] = ()
+    key_rotations: tuple[Rotation, ...] = ()
+    query_rotations: tuple[Rotation, ...] = ()
     ring_size: int = 1
     is_causal: bool = False
     is_general: bool = False
@@ -100,7 +100,7 @@ class BranchSchedule:
     @property
     def is_local(self) -> bool:
         """Whether nothing travels."""
-        return not self.key_legs
+        return not self.key_rotations
 
     @property
     def is_gathered(self) -> bool:
@@ -110,7 +110,7 @@ class BranchSchedule:
     @property
     def is_closed(self) -> bool:
         """Whether rows go all the way round their ring."""
-        return not any(leg.halo for leg in self.key_legs)
+        return not any(rotation.halo for rotation in self.key_rotations)
 
     def at(self, first_token: Any) -> "BranchSchedule":
         """Returns the schedule of queries that begin at this position, where that was not known."""

@@ -12,7 +12,7 @@ import numpy as np
 from ringjax._pattern.branch import Branch
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.heads import HeadParts
-from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules
+from ringjax._schedule.schedule import BranchSchedule, Rotation, Schedules
 from ringjax._schedule.side import Side
 
 
@@ -144,9 +144,9 @@ def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
 
 
 def _are_queries_lighter(schedule: BranchSchedule, row: RowBytes) -> bool:
-    queries = _num_rows(schedule.query_legs, schedule.queries) * (row.queries + row.query_grad)
-    return queries < _num_rows(schedule.key_legs, schedule.keys) * (row.keys + row.keys_grad)
+    queries = _num_rows(schedule.query_rotations, schedule.queries) * (row.queries + row.query_grad)
+    return queries < _num_rows(schedule.key_rotations, schedule.keys) * (row.keys + row.keys_grad)
 
 
-def _num_rows(legs: Iterable[Leg], side: Side) -> int:
-    return sum(leg.num_rows(side) for leg in legs)
+def _num_rows(rotations: Iterable[Rotation], side: Side) -> int:
+    return sum(rotation.num_rows(side) for rotation in rotations)

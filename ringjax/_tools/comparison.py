@@ -46,8 +46,8 @@ class Comparison:
 
     def _row(self, one: Forecast) -> dict[str, Any]:
         both = one.forward + one.backward
-        legs = [leg for schedule in one.implemented if schedule.strategy == "ring" for leg in schedule.key_legs]
-        hops = sum(leg.hops for leg in legs)
+        rings = [schedule for schedule in one.implemented if schedule.strategy == "ring"]
+        hops = sum(rotation.hops for ring in rings for rotation in ring.key_rotations)
         return {
             "strategy": one.strategy,
             "exchange_size": max(schedule.ulysses_size for schedule in one.implemented),

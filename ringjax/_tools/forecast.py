@@ -191,7 +191,8 @@ def _of_branch(
     work = call.work
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
-    num_steps = 1 if schedule.is_gathered else 1 + max((leg.hops for leg in schedule.key_legs), default=0)
+    hops = (rotation.hops for rotation in schedule.key_rotations)
+    num_steps = 1 if schedule.is_gathered else 1 + max(hops, default=0)
     products = _operations(work, schedule, direction) / machine.rate(work.itemsize)
     # The gradient takes the exponential again, and what becomes of it.
     products += (1 if direction == "forward" else 2) * _computed(work, schedule) * machine.pair_seconds

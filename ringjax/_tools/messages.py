@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from ringjax._schedule.schedule import BranchSchedule, Leg, Schedules, exchanged_together
+from ringjax._schedule.schedule import BranchSchedule, Rotation, Schedules, exchanged_together
 from ringjax._schedule.side import Side
 from ringjax._schedule.work import Work
 
@@ -41,23 +41,25 @@ def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) ->
 def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """What goes round or along: keys, and where they are the lighter side queries, with gradients."""
     yield from _swaps(work, schedule, has_gradient, with_keys=True)
-    yield from _ways("forward", schedule, schedule.key_legs, schedule.keys, work.keys_row(schedule))
+    yield from _ways("forward", schedule, schedule.key_rotations, schedule.keys, work.keys_row(schedule))
     if has_gradient:
         row = work.row_bytes(schedule)
         do_queries = schedule.rotates_queries
-        legs, side = (schedule.query_legs, schedule.queries) if do_queries else (schedule.key_legs, schedule.keys)
+        rotations, side = (
+            (schedule.query_rotations, schedule.queries) if do_queries else (schedule.key_rotations, schedule.keys)
+        )
         arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
-        yield from _ways("backward", schedule, legs, side, arrays)
-        yield from _ways("backward", schedule, legs, side, grad)
+        yield from _ways("backward", schedule, rotations, side, arrays)
+        yield from _ways("backward", schedule, rotations, side, grad)
 
 
 def _ways(
-    direction: Direction, schedule: BranchSchedule, legs: Iterable[Leg], side: Side, row: int
+    direction: Direction, schedule: BranchSchedule, rotations: Iterable[Rotation], side: Side, row: int
 ) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
-    for leg in legs:
-        yield of_devices(row * side.num_slots * (leg.rotations > 0), schedule.ulysses_size, leg.rotations)
-        yield of_devices(row * leg.halo_rows(side), schedule.ulysses_size * abs(leg.halo_hops))
+    for rotation in rotations:
+        yield of_devices(row * side.num_slots * (rotation.steps > 0), schedule.ulysses_size, rotation.steps)
+        yield of_devices(row * rotation.halo_rows(side), schedule.ulysses_size * abs(rotation.halo_hops))
 
 
 def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:

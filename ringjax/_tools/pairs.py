@@ -103,9 +103,12 @@ def _keys_met(schedule: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.n
         yield schedule.keys, shard // size * size + np.arange(size)
         return
     yield schedule.keys, np.array([shard])
-    for leg in schedule.key_legs:
-        hops = np.arange(1, leg.rotations + 1)
-        hops = hops[np.broadcast_to(schedule.is_new(shard, hops, leg.direction), hops.shape)]
-        yield schedule.keys, schedule.source(shard, hops, leg.direction)
-        if leg.halo and schedule.is_new(shard, leg.rotations + 1, leg.direction):
-            yield leg.of_halo(schedule.keys), np.array([schedule.source(shard, leg.rotations + 1, leg.direction)])
+    for rotation in schedule.key_rotations:
+        hops = np.arange(1, rotation.steps + 1)
+        hops = hops[np.broadcast_to(schedule.is_new(shard, hops, rotation.direction), hops.shape)]
+        yield schedule.keys, schedule.source(shard, hops, rotation.direction)
+        if rotation.halo and schedule.is_new(shard, rotation.steps + 1, rotation.direction):
+            yield (
+                rotation.of_halo(schedule.keys),
+                np.array([schedule.source(shard, rotation.steps + 1, rotation.direction)]),
+            )

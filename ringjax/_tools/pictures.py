@@ -144,12 +144,13 @@ def _ways(schedule: BranchSchedule) -> str:
     if schedule.is_local:
         return "nothing travels"
     words = []
-    for leg in schedule.key_legs:
-        way = "on" if leg.direction > 0 else "back"
-        if leg.rotations:
-            words.append(f"{leg.rotations} {'hops' if leg.rotations > 1 else 'hop'} of {schedule.keys.num_slots} rows")
-        if leg.halo:
-            rows, hops = leg.halo_rows(schedule.keys), abs(leg.halo_hops)
+    for rotation in schedule.key_rotations:
+        way = "on" if rotation.direction > 0 else "back"
+        if rotation.steps:
+            hops = "hops" if rotation.steps > 1 else "hop"
+            words.append(f"{rotation.steps} {hops} of {schedule.keys.num_slots} rows")
+        if rotation.halo:
+            rows, hops = rotation.halo_rows(schedule.keys), abs(rotation.halo_hops)
             words.append(f"{rows} rows {hops} {'devices' if hops > 1 else 'device'} {way}")
     return ", ".join(words)
 
