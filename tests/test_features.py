@@ -458,7 +458,7 @@ def test_tiles_outside_a_window_are_not_visited():
     blocks = visits_of(documents, (Window(40),))
     assert int(blocks.is_active.sum()) == 1 + 2 + 3 + 5 * 4  # a tile's first query sees 39 tokens before it
     assert int(blocks.is_full.sum()) == 7  # the tile before, but not the two in which the window ends
-    # What a window has taken, segments leave out: 36 tiles up to the diagonal, but those within it as a whole.
+    # Segments leave out what a window has computed: 36 tiles up to the diagonal, but those within it as a whole.
     blocks = visits_of(documents, (Window(40), Segments(128)), merge="union")
     assert int(blocks.is_active.sum()) == 36 - 8 - 7
 

@@ -16,9 +16,9 @@ from ringjax._kernels.mask import (
     EMPTY,
     Bounds,
     KeyMask,
+    LeftOut,
     Mask,
     QueryMask,
-    Taken,
     bounds_of_keys,
     bounds_of_queries,
     find_active_blocks,
@@ -124,23 +124,23 @@ class Slots(NamedTuple):
 
     def labels(
         self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True
-    ) -> tuple[Any, Any, tuple[Taken, ...]]:
-        """Returns the documents, the phases where tiles mix these, and what earlier branches have taken."""
+    ) -> tuple[Any, Any, tuple[LeftOut, ...]]:
+        """Returns the documents, the phases where tiles mix these, and the pairs that a union leaves out."""
         heads, branch = self.rows.heads, self.side.branch
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
         is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "phases")
         phase = remainder(token, branch.modulus).astype(jnp.int32)[:, None] if is_mixed else None
-        taken = []
-        for (_, earlier), offsets in zip(self.schedule.earlier, heads.earlier_offsets, strict=True):
+        left_out = []
+        for (_, earlier), offsets in zip(self.schedule.earlier_branches, heads.earlier_offsets, strict=True):
             label = first = last = None
             if earlier.is_by_group or earlier.modulus > 1:
                 is_kept = earlier.keeps(token, pick(offsets, heads.classes)[:, None])
                 label = jnp.where(is_kept, earlier.group(token).astype(jnp.int32), -2 if of_keys else -1)[:, None]
             if not (of_keys or earlier.is_by_group):
-                # On both sides, causal or not: so a tile on the diagonal is taken as a whole.
+                # On both sides, causal or not: so a tile on the diagonal is left out as a whole.
                 first, last = _interval(earlier.seen(token))
-            taken.append(Taken(label, first, last))
-        return documents, phase, tuple(taken)
+            left_out.append(LeftOut(label, first, last))
+        return documents, phase, tuple(left_out)
 
     def of_members(self, is_row: Any, document: Any) -> Bool[Array, "J A C K R"] | None:
         """Returns which rows are of a head that runs the branch, and of a document; None where all are."""
@@ -226,7 +226,7 @@ def mask_queries(slots: Slots, counters: DropoutCounters | None = None, are_chun
     """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
     schedule = slots.schedule
     token, is_row = slots.tokens()
-    document, phase, taken = slots.labels(token, are_chunks_apart=are_chunks_apart)
+    document, phase, left_out = slots.labels(token, are_chunks_apart=are_chunks_apart)
     is_row = slots.of_members(is_row, document)
     stream = () if counters is None else counters.stream(token)
     first, last = _interval(slots.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
@@ -234,15 +234,15 @@ def mask_queries(slots: Slots, counters: DropoutCounters | None = None, are_chun
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
     elif schedule.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
         first = None
-    return QueryMask(first, last, document, phase, taken, stream)
+    return QueryMask(first, last, document, phase, left_out, stream)
 
 
 def mask_keys(slots: Slots, are_chunks_apart: bool = True) -> KeyMask:
     """Returns what attends to each key, as `mask_queries` does for queries."""
     token, is_row = slots.tokens()
-    document, phase, taken = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
+    document, phase, left_out = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
     position = token.astype(jnp.int32)[:, None]
-    return KeyMask(position, slots.of_members(is_row, document), document, phase, taken)
+    return KeyMask(position, slots.of_members(is_row, document), document, phase, left_out)
 
 
 def _interval(positions: tuple[Any, Any], is_causal: bool = False) -> tuple[Int[Array, "J 1 C O R"], ...]:

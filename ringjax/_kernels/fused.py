@@ -220,7 +220,7 @@ def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | Non
     side, is_strided = schedule.queries, schedule.branch.is_by_group and not schedule.branch.keeps_all
     reasons = {
         "queries and keys lie at different positions": schedule.is_general,
-        f"{name} of a union leaves out pairs of earlier branches": schedule.earlier,
+        f"{name} of a union leaves out pairs of earlier branches": schedule.earlier_branches,
         f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
         f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend": (

@@ -61,7 +61,7 @@ class BlockMask(NamedTuple):
         return BlockMask(*(array.swapaxes(1, 2) for array in self))
 
 
-class Taken(NamedTuple):
+class LeftOut(NamedTuple):
     """The keys that each query leaves out: those of its `label`, with positions in its interval; None where any.
 
     Of keys it is their label alone.
@@ -75,16 +75,16 @@ class Taken(NamedTuple):
 class QueryMask(NamedTuple):
     """What each query attends to: keys at ``first <= position <= last`` with its `document` and its `phase`.
 
-    Those `taken` are left out. `stream` is the start and the step of its dropout. A row that is none has an empty
-    interval; `first` is None where no tile has a key before it. Here A is B, or 1 where all batches are the same, and
-    O is K, or 1 where all heads are.
+    Keys `left_out` are those of earlier branches. `stream` is the start and the step of its dropout. A row that is none
+    has an empty interval; `first` is None where no tile has a key before it. Here A is B, or 1 where all batches are
+    the same, and O is K, or 1 where all heads are.
     """
 
     first: Int[Array, "I A C O Rq"] | None
     last: Int[Array, "I A C O Rq"]
     document: Int[Array, "I B C O Rq"] | None = None
     phase: Int[Array, "I 1 C O Rq"] | None = None
-    taken: tuple[Taken, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
     stream: tuple[UInt[Array, "I B C K G Rq"], ...] = ()
 
 
@@ -98,7 +98,7 @@ class KeyMask(NamedTuple):
     is_key: Bool[Array, "J A C O Rk"] | None = None
     document: Int[Array, "J B C O Rk"] | None = None
     phase: Int[Array, "J 1 C O Rk"] | None = None
-    taken: tuple[Taken, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class Range(NamedTuple):
@@ -120,10 +120,10 @@ class Bounds(NamedTuple):
     is_full: Bool[Array, "A groups I C"] | None = None
     document: Range | None = None
     phase: Range | None = None
-    taken: tuple["TakenBounds", ...] = ()
+    left_out: tuple["LeftOutBounds", ...] = ()
 
 
-class TakenBounds(NamedTuple):
+class LeftOutBounds(NamedTuple):
     """The bounds of what is left out: of the labels of rows that have one, whether all do, and of the interval."""
 
     label: Range | None
@@ -164,13 +164,13 @@ def is_allowed(of_queries: QueryMask, of_keys: KeyMask) -> Any:
         is_allowed &= of_queries.document == of_keys.document
     if of_queries.phase is not None and of_keys.phase is not None:
         is_allowed &= of_queries.phase == of_keys.phase
-    for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
-        is_allowed &= _is_left(query, key, position)
+    for query, key in zip(of_queries.left_out, of_keys.left_out, strict=True):
+        is_allowed &= _is_allowed_beside(query, key, position)
     return is_allowed
 
 
-def _is_left(query: Taken, key: Taken, position: Any) -> Any:
-    """Returns which pairs are not taken."""
+def _is_allowed_beside(query: LeftOut, key: LeftOut, position: Any) -> Any:
+    """Returns which pairs are not left out."""
     reasons = []
     if query.label is not None and key.label is not None:
         reasons.append(query.label != key.label)
@@ -187,7 +187,7 @@ def bounds_of_queries(mask: QueryMask, num_groups: int) -> Bounds:
         _range(mask.last, num_groups),
         document=None if mask.document is None else _range(mask.document, num_groups, is_query),
         phase=None if mask.phase is None else _range(mask.phase, num_groups, is_query),
-        taken=tuple(_bounds_of_taken(taken, num_groups) for taken in mask.taken),
+        left_out=tuple(_bounds_of_left_out(left_out, num_groups) for left_out in mask.left_out),
     )
 
 
@@ -200,17 +200,17 @@ def bounds_of_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Bound
         None if mask.is_key is None else _reduce(jax.lax.reduce_and, mask.is_key, num_groups) & is_full,
         None if mask.document is None else _range(mask.document, num_groups, mask.is_key),
         None if mask.phase is None else _range(mask.phase, num_groups, mask.is_key),
-        tuple(_bounds_of_taken(taken, num_groups) for taken in mask.taken),
+        tuple(_bounds_of_left_out(left_out, num_groups) for left_out in mask.left_out),
     )
 
 
-def _bounds_of_taken(taken: Taken, num_groups: int) -> TakenBounds:
-    bounds = (None if array is None else _range(array, num_groups) for array in taken[1:])
-    if taken.label is None:
-        return TakenBounds(None, None, *bounds)
-    has_label = taken.label >= 0
-    labels = _range(taken.label, num_groups, has_label)
-    return TakenBounds(labels, _reduce(jax.lax.reduce_and, has_label, num_groups), *bounds)
+def _bounds_of_left_out(left_out: LeftOut, num_groups: int) -> LeftOutBounds:
+    bounds = (None if array is None else _range(array, num_groups) for array in left_out[1:])
+    if left_out.label is None:
+        return LeftOutBounds(None, None, *bounds)
+    has_label = left_out.label >= 0
+    labels = _range(left_out.label, num_groups, has_label)
+    return LeftOutBounds(labels, _reduce(jax.lax.reduce_and, has_label, num_groups), *bounds)
 
 
 def _range(labels: Array, num_groups: int, is_label: Array | None = None) -> Range:
@@ -226,7 +226,7 @@ def find_active_blocks(queries: Bounds, keys: Bounds, is_by_batch: bool = False)
     """Returns which blocks are active, and which of these are full.
 
     A block is left out where no interval reaches a position of its keys, where no document is on both sides, or where
-    all pairs are taken. It is full where nothing masks a pair.
+    all pairs are left out. It is full where nothing masks a pair.
     """
     of_queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
     of_keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]
@@ -241,25 +241,25 @@ def find_active_blocks(queries: Bounds, keys: Bounds, is_by_batch: bool = False)
         if one is not None and other is not None:
             is_active &= (one.least <= other.most) & (other.least <= one.most)
             is_full &= (one.least == other.most) & (one.most == other.least)
-    for query, key in zip(of_queries.taken, of_keys.taken, strict=True):
-        all_taken, none_taken = _taken_of_tiles(query, key, of_keys.high)
-        is_active &= ~all_taken
-        is_full &= none_taken
+    for query, key in zip(of_queries.left_out, of_keys.left_out, strict=True):
+        all_left_out, none_left_out = _left_out_of_tiles(query, key, of_keys.high)
+        is_active &= ~all_left_out
+        is_full &= none_left_out
     is_active, is_full = is_active.any(axis=-1), is_full.all(axis=-1)  # [A, groups, I, J]
     if is_by_batch:
         return BlockMask(*(rearrange(array, "A groups I J -> (A groups) I J") for array in (is_active, is_full)))
     return BlockMask(is_active.any(axis=0), is_full.all(axis=0))
 
 
-def _taken_of_tiles(query: TakenBounds, key: TakenBounds, position: Range) -> tuple[Any, Any]:
+def _left_out_of_tiles(query: LeftOutBounds, key: LeftOutBounds, position: Range) -> tuple[Any, Any]:
     """Returns whether all pairs of two tiles are left out, and whether none is."""
-    all_taken, none_taken = [], []
+    all_left_out, none_left_out = [], []
     if query.label is not None and key.label is not None:
         one, other = query.label, key.label
         is_one_label = (one.least == other.most) & (one.most == other.least)
-        all_taken.append(query.has_label & key.has_label & is_one_label)
-        none_taken.append((one.most < other.least) | (other.most < one.least))
+        all_left_out.append(query.has_label & key.has_label & is_one_label)
+        none_left_out.append((one.most < other.least) | (other.most < one.least))
     if query.first is not None and query.last is not None:
-        all_taken.append((query.first.most <= position.least) & (position.most <= query.last.least))
-        none_taken.append((position.most < query.first.least) | (query.last.most < position.least))
-    return functools.reduce(jnp.logical_and, all_taken), functools.reduce(jnp.logical_or, none_taken)
+        all_left_out.append((query.first.most <= position.least) & (position.most <= query.last.least))
+        none_left_out.append((position.most < query.first.least) | (query.last.most < position.least))
+    return functools.reduce(jnp.logical_and, all_left_out), functools.reduce(jnp.logical_or, none_left_out)

@@ -115,7 +115,7 @@ class Plan:
     def _heads(self, schedule: BranchSchedule) -> BranchHeads:
         """Returns the heads of this shard that run a branch; their offsets follow their global numbers."""
         numbers = self.pattern.heads_of(schedule.number, self.num_kv_heads)
-        branches = [(schedule.number, schedule.branch), *schedule.earlier]
+        branches = [(schedule.number, schedule.branch), *schedule.earlier_branches]
         offsets = [self.pattern.offset(np.asarray(numbers), one, number, self.num_kv_heads) for number, one in branches]
         offsets, classes = np.unique(np.stack(offsets), axis=1, return_inverse=True)
         own, *earlier = offsets.astype(np.uint32)

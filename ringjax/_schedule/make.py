@@ -56,7 +56,7 @@ def make_schedule(
                 keys,
                 is_causal=is_causal,
                 is_general=is_general,
-                earlier=earlier,
+                earlier_branches=earlier,
                 ulysses_size=ulysses_size,
             )
         )

@@ -62,14 +62,13 @@ class BranchSchedule:
     the rows of neighbours that are seen. `is_general` says that queries and keys differ in their positions or their
     number: then all shards form one ring.
 
-    In a union, `earlier` has the numbers of earlier branches and these branches, whose pairs are left out. A shard is
-    `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they have
-    exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes them,
-    and `addition` how its results are added to those of other branches, see `Addition`. The backward needs
+    In a union, `earlier_branches` has the numbers of earlier branches and these branches, whose pairs are left out. A
+    shard is `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they
+    have exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes
+    them, and `addition` how its results are added to those of other branches, see `Addition`. The backward needs
     `residual_bytes` of each query head's row beside the query; None where tiles compute. Where `rotates_queries`, the
-    backward sends queries on their ways, not keys.
-    Where it `sorts_halves`, the two halves of balanced shards are sorted. `tile_rows` are the most rows of its tiles of
-    queries and of keys, where tiles do not end with chunks.
+    backward sends queries on their ways, not keys. Where it `sorts_halves`, the two halves of balanced shards are
+    sorted. `tile_rows` are the most rows of its tiles of queries and of keys, where tiles do not end with chunks.
     """
 
     branch: Branch
@@ -81,7 +80,7 @@ class BranchSchedule:
     ring_size: int = 1
     is_causal: bool = False
     is_general: bool = False
-    earlier: tuple[tuple[int, Branch], ...] = ()
+    earlier_branches: tuple[tuple[int, Branch], ...] = ()
     ulysses_size: int = 1
     exchanges_rows: bool = False
     rotates_queries: bool = False

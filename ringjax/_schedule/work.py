@@ -82,7 +82,7 @@ class Work:
 
     def num_classes(self, schedule: BranchSchedule) -> int:
         """Returns how many classes of heads there are, whose rows are not the same."""
-        branches = [(schedule.number, schedule.branch), *schedule.earlier]
+        branches = [(schedule.number, schedule.branch), *schedule.earlier_branches]
         offsets = [self._offsets(schedule, one, number) for number, one in branches]
         return np.unique(np.stack(offsets), axis=1).shape[1]
 

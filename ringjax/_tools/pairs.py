@@ -43,7 +43,8 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """Returns how many pairs are in the tiles of a query head that meet on the busiest device.
 
     A tile of queries meets a tile of keys if a key lies between the first and the last that a query sees, of any heads.
-    Documents, and what earlier branches of a union take, are left out of account. Halves that are swapped count whole.
+    Documents, and the pairs of earlier branches that a union leaves out, are not counted. Halves that are swapped count
+    whole.
     """
     queries, keys = schedule.queries, schedule.keys
     slots = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
