@@ -106,9 +106,9 @@ class Fused(KernelImplementation):
             some = query[:, piece.queries], *(array[:, piece.keys] for array in keys)
 
             def on_spans(pairs: Pairs) -> tuple[Array, Array]:
-                query, key, value = map(piece.turn, some)
+                query, key, value = map(piece.reverse, some)
                 out, lse = self.kernel.attend(query, key, value, pairs, weighting.scale)
-                return piece.turn(out), piece.turn(lse).astype(partial.lse.dtype)
+                return piece.reverse(out), piece.reverse(lse).astype(partial.lse.dtype)
 
             # No row is in two spans, and outside of these it has zeros and minus infinity.
             join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
@@ -155,11 +155,11 @@ class Fused(KernelImplementation):
     ) -> KernelGradients:
 
         def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
-            of = lambda rows, tree: jax.tree.map(lambda array: piece.turn(array[:, rows]), tree)
+            of = lambda rows, tree: jax.tree.map(lambda array: piece.reverse(array[:, rows]), tree)
             some = of(piece.queries, queries), of(piece.keys, keys)
             on_spans = lambda pairs: _differentiate(self.kernel, *some, pairs, weighting.scale)
             join = lambda one, other: jax.tree.map(jnp.add, one, other)
-            query_grad, *keys_grad = map(piece.turn, piece.over(on_spans, join, MOST_SPANS[1]))
+            query_grad, *keys_grad = map(piece.reverse, piece.over(on_spans, join, MOST_SPANS[1]))
             whole = (piece.queries, queries.query), (piece.keys, keys.key)
             return _pad(query_grad, *whole[0]), *(_pad(grad, *whole[1]) for grad in keys_grad)
 

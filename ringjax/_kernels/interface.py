@@ -126,7 +126,7 @@ class Implementation(abc.ABC):
     def make_queries(self, *arrays: Array) -> Any:
         """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
         query, out_grad, *narrow = arrays
-        return Queries(query, out_grad, *(numbers_of(array, self.slots_axis) for array in narrow))
+        return Queries(query, out_grad, *(per_row(array, self.slots_axis) for array in narrow))
 
     @abc.abstractmethod
     def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
@@ -149,6 +149,6 @@ def width_axis(slots_axis: int) -> int:
     return -2 if slots_axis == -1 else -1
 
 
-def numbers_of(tiles: Array, slots_axis: int) -> Array:
-    """Returns the numbers in rows that are laid out, one in each: they have no width."""
+def per_row(tiles: Array, slots_axis: int) -> Array:
+    """Returns the values of rows that are laid out, one in each: they have no width."""
     return jax.lax.index_in_dim(tiles, 0, width_axis(slots_axis), keepdims=False)

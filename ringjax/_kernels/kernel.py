@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ringjax._kernels.interface import Implementation, numbers_of, width_axis
+from ringjax._kernels.interface import Implementation, per_row, width_axis
 from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype
 
 
@@ -32,8 +32,8 @@ class KernelImplementation(Implementation):
     ) -> KernelPartial:
         if before is not None:
             out, lse = before
-            return KernelPartial(out, numbers_of(lse, self.slots_axis))
-        row = jnp.zeros_like(numbers_of(query, self.slots_axis), accumulation_dtype(query, *keys))
+            return KernelPartial(out, per_row(lse, self.slots_axis))
+        row = jnp.zeros_like(per_row(query, self.slots_axis), accumulation_dtype(query, *keys))
         shape, axis = list(query.shape), width_axis(self.slots_axis)
         shape[axis] = keys.value.shape[axis]
         return KernelPartial(jnp.zeros_like(row, shape=tuple(shape)), row - jnp.inf)

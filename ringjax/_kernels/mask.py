@@ -102,7 +102,7 @@ class KeyMask(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The least and the greatest of some numbers of each tile; tiles lie in groups apart from each other."""
+    """The least and the greatest of some values of each tile; tiles lie in groups apart from each other."""
 
     least: Int[Array, "A groups I C"]
     most: Int[Array, "A groups I C"]

@@ -200,13 +200,13 @@ class Mosaic(KernelImplementation):
         rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis), width_axis(self.slots_axis)
         return rows if like is None else jax.lax.slice_in_dim(rows, 0, like.shape[axis], axis=axis)
 
-    # Kernels have the numbers of rows by heads, [B, N, T].
+    # Kernels have per-row values by heads, [B, N, T].
 
-    def _by_heads(self, numbers: Array) -> Array:
-        return jnp.moveaxis(numbers, self.slots_axis, 2)
+    def _by_heads(self, values: Array) -> Array:
+        return jnp.moveaxis(values, self.slots_axis, 2)
 
-    def _by_slots(self, numbers: Array) -> Array:
-        return jnp.moveaxis(numbers, 2, self.slots_axis)
+    def _by_slots(self, values: Array) -> Array:
+        return jnp.moveaxis(values, 2, self.slots_axis)
 
 
 class MosaicTpu(Mosaic):

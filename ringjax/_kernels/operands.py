@@ -91,8 +91,8 @@ class Place(NamedTuple):
 class KernelOperand(NamedTuple):
     """An array that kernels read or write tile by tile.
 
-    It is [heads, rows, width], [B, rows, heads, width], or [any, width, rows] with `rows_last`: so are numbers, whose
-    width is one. `number(place)` says which one of all heads a place is in, or of the first dimension.
+    It is [heads, rows, width], [B, rows, heads, width], or [any, width, rows] with `rows_last`: so are per-row values,
+    whose width is one. `number(place)` says which one of all heads a place is in, or of the first dimension.
     """
 
     array: Any
@@ -190,7 +190,7 @@ class KernelCall(NamedTuple):
         return {"flops": pairs * self.operations, "transcendentals": pairs, "bytes_accessed": num_bytes}
 
     def _of_heads(self, array: Any, side: int) -> KernelOperand:
-        """An array of rows with a width, or of numbers [B, heads, rows]; or its shape."""
+        """An array of rows with a width, or of per-row values [B, heads, rows]; or its shape."""
         is_of_numbers, shape = len(array.shape) == 3, array.shape
         if is_of_numbers or self.rows_axis > 1:
             shape = (math.prod(shape[:2]), *([1] if is_of_numbers else []), *shape[2:])
@@ -258,7 +258,7 @@ def _of_mask(array: Array, side: int, sizes: Sizes) -> KernelOperand:
 
 
 def _masks(mask: Mask, sizes: Sizes) -> tuple[Any, Any]:
-    """Returns the masks of both sides as operands, of numbers that have a sign."""
+    """Returns the masks of both sides as operands, as signed integers."""
     # Slots without a key get position -1, which no interval holds: all begin at 0 or later.
     position = mask.keys.position
     if mask.keys.is_key is not None:

@@ -84,7 +84,7 @@ class Piece(NamedTuple):
     """Some rows of queries and of keys that meet, and which of them attend to each other.
 
     All do, or those up to the diagonal where it `is_causal`, in a `window` if there is one. Where rows have `labels`,
-    only rows with the same labels do. Where it `is_turned`, those up to the diagonal do, of rows in reversed order.
+    only rows with the same labels do. Where it `is_reversed`, those up to the diagonal do, of rows in reversed order.
     `is_same` says that both sides are the same rows.
     """
 
@@ -94,7 +94,7 @@ class Piece(NamedTuple):
     is_same: bool = False
     is_causal: bool = False
     window: int | None = None
-    is_turned: bool = False
+    is_reversed: bool = False
 
     @property
     def is_promised(self) -> Any:
@@ -103,13 +103,13 @@ class Piece(NamedTuple):
             return jnp.ones(1, bool)
         return self.labels[0].is_sorted if self.is_same else are_apart(*self.labels)
 
-    def turn(self, array: Array) -> Array:
+    def reverse(self, array: Array) -> Array:
         """Reverses the order of rows, where it is."""
-        return array[:, ::-1] if self.is_turned else array
+        return array[:, ::-1] if self.is_reversed else array
 
     def over(self, compute: Callable[[Pairs], Any], join: Callable[[Any, Any], Any], most: int) -> Any:
         """Returns what is computed of all pairs, joined where there are more spans than a kernel takes at once."""
-        pairs = Pairs(self.is_causal or self.is_turned, self.window)
+        pairs = Pairs(self.is_causal or self.is_reversed, self.window)
         if self.labels is None:
             return compute(pairs)
         if not self.is_same:
@@ -187,7 +187,7 @@ def _across(
         yield piece(queries, keys)
     elif window > 1:
         # Query i sees the last w - 1 keys but for i of them: those up to the diagonal, counted from the end.
-        yield piece((queries[0], queries[0] + window - 1), (keys[1] - window + 1, keys[1]), is_turned=True)
+        yield piece((queries[0], queries[0] + window - 1), (keys[1] - window + 1, keys[1]), is_reversed=True)
 
 
 def _piece(

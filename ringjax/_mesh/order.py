@@ -69,11 +69,10 @@ def behind(arrays: Any, computed: Any) -> Any:
         # Compilers lay out by its shape what passes a barrier. Narrow arrays pass it with their rows last: else they
         # would be copied, to lanes that they do not fill.
         is_narrow = lambda array: array.shape[-1] % LANES != 0
-        turned = jax.tree.map(lambda array: jnp.moveaxis(array, 1, -1) if is_narrow(array) else array, arrays)
-        passed, _ = jax.lax.optimization_barrier((turned, computed))
-        return jax.tree.map(
-            lambda array, turned: jnp.moveaxis(turned, -1, 1) if is_narrow(array) else turned, arrays, passed
-        )
+        transposed = jax.tree.map(lambda array: jnp.moveaxis(array, 1, -1) if is_narrow(array) else array, arrays)
+        passed, _ = jax.lax.optimization_barrier((transposed, computed))
+        restore = lambda array, one: jnp.moveaxis(one, -1, 1) if is_narrow(array) else one
+        return jax.tree.map(restore, arrays, passed)
 
     return jax.lax.platform_dependent(arrays, computed, tpu=wait, default=lambda arrays, _: arrays)
 

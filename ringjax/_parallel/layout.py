@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots, Tiles
-from ringjax._kernels.interface import Implementation, numbers_of
+from ringjax._kernels.interface import Implementation, per_row
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
 from ringjax._kernels.strides import Combine, combined_dtype
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
         """Lays the documents of rows out: these are by key/value heads on both sides."""
-        return numbers_of(self._replace(groups=None).lay_out(documents), self.implementation.slots_axis)
+        return per_row(self._replace(groups=None).lay_out(documents), self.implementation.slots_axis)
 
     def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
         """Undoes `lay_out`."""

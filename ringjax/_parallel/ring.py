@@ -158,12 +158,11 @@ def _travel(
     while its gradient returns.
     """
     rotating = [rotation for rotation in rotations if rotation.steps]
-    turn = lambda rotation: functools.partial(visit, direction=rotation.direction)
     hop = lambda tiles, rotation: task.collectives.hop(tiles, rotation.direction)
     if task.schedule.is_closed:
         own_grad, resident_grad = visit_own(resident_grad, operand, tiles, 0, 1)
         for rotation in rotating:
-            grad, resident_grad = _rotate(task, operand, rotation, hop(tiles, rotation), turn(rotation), resident_grad)
+            grad, resident_grad = _rotate(task, operand, rotation, hop(tiles, rotation), visit, resident_grad)
             own_grad = _add(own_grad, grad)
         return _Sent(resident_grad, [_Part(operand.layout, own_grad)])
     halos = [task.send(operand, rotation) for rotation in rotations]
@@ -182,7 +181,7 @@ def _travel(
         # Behind the part that is computed meanwhile, as halos are.
         arriving = hop(after(tiles, earlier), rotation), resident_grad
         arrived, resident_grad = jax.lax.optimization_barrier(arriving)
-        grad, resident_grad = _rotate(task, operand, rotation, arrived, turn(rotation), resident_grad)
+        grad, resident_grad = _rotate(task, operand, rotation, arrived, visit, resident_grad)
         parts.append(_Part(operand.layout, grad))
         earlier = grad
     for rotation, halo in zip(rotations, halos, strict=True):
@@ -204,10 +203,10 @@ def _rotate(
     def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
         arrays, grad, resident_grad = carry
         arriving, grad = hop(arrays), rotate(grad, direction)
-        addend, resident_grad = visit(resident_grad, operand, arrays, hops)
+        addend, resident_grad = visit(resident_grad, operand, arrays, hops, direction)
         return (arriving, _add(grad, addend), resident_grad), None
 
-    grad, resident_grad = visit(resident_grad, operand, arrays, 1)
+    grad, resident_grad = visit(resident_grad, operand, arrays, 1, direction)
     if size > 1:
         arriving = hop(arrays)
         if not task.schedule.is_closed:
@@ -217,7 +216,7 @@ def _rotate(
         carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
         num_steps = unroll(hops, task.implementation.platform)
         (arrays, grad, resident_grad), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
-        addend, resident_grad = visit(resident_grad, operand, arrays, size)
+        addend, resident_grad = visit(resident_grad, operand, arrays, size, direction)
         grad = _add(rotate(grad, direction), addend)
     return rotate(grad, -direction * size), resident_grad
 

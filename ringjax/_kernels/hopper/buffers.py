@@ -23,7 +23,7 @@ class Barriers(NamedTuple):
     """What warpgroups wait for; of what is copied, one for each stage.
 
     `stationary`: a tile that stays is there. `stays_spent`: both have read it. `streamed`: a tile of each of the two
-    operands that come by is there, and with the first one the rows of numbers. `spent`: both have read it. `turn`: the
+    operands that come by is there, and with the first one the per-row values. `spent`: both have read it. `order`: the
     other one has got as far.
     """
 
@@ -31,7 +31,7 @@ class Barriers(NamedTuple):
     stays_spent: Any
     streamed: tuple[Any, Any]
     spent: tuple[Any, Any]
-    turn: Any
+    order: Any
 
 
 def chains_of(call: KernelCall, leaves: list[KernelOperand]) -> Chains:
@@ -59,14 +59,14 @@ def staged(call: KernelCall, leaves: list[KernelOperand], stationary: bool) -> l
 
 
 def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
-    """Returns the operands that come by: the first one, with the rows of numbers, and the second."""
+    """Returns the operands that come by: the first one, with the per-row values, and the second."""
     numbers = staged(call, leaves, stationary=False)
     first, second = (number for number in numbers if not leaves[number].rows_last)
     return [first, *(number for number in numbers if leaves[number].rows_last)], [second]
 
 
 def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
-    """Returns the shape of a tile of an operand: on GPUs numbers alone have their rows last."""
+    """Returns the shape of a tile of an operand: on GPUs per-row values alone have their rows last."""
     return (TILE_ROWS,) if leaf.rows_last else (TILE_ROWS, leaf.array.shape[-1])
 
 
@@ -90,5 +90,5 @@ def make_barriers(call: KernelCall, chains: Chains, leaves: list[KernelOperand])
     (first, second), stages = passes_of(call, leaves), stay_stages(chains)
     spent = barrier(COMPUTING)
     stationary, stays_spent = barrier(len(staged(call, leaves, stationary=True)), stages), barrier(COMPUTING, stages)
-    turn = plgpu.Barrier(num_arrivals=COMPUTING)
-    return Barriers(stationary, stays_spent, (barrier(len(first)), barrier(len(second))), (spent, spent), turn)
+    order = plgpu.Barrier(num_arrivals=COMPUTING)
+    return Barriers(stationary, stays_spent, (barrier(len(first)), barrier(len(second))), (spent, spent), order)

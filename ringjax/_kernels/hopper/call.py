@@ -2,7 +2,7 @@
 
 Two warpgroups compute, each for half of the rows of the tile that stays. A third copies: a tile that stays, and then
 the tiles that come by, as many ahead as shared memory has stages. While the results of one tile are written, the next
-one is copied already. Barriers say what is there, what is spent, and whose turn it is.
+one is copied already. Barriers say what is there, what is spent, and which warpgroup multiplies next.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class GpuStep(NamedTuple):
     """What a kernel is given in a step: trees of references, as the arrays were, each to what of it meets.
 
     Those of the tile that stays are to the warpgroup's own rows. A kernel waits for each of the two operands that come
-    by, and releases it when it has read it for the last time: with the first one, also the rows of numbers.
+    by, and releases it when it has read it for the last time: with the first one, also the per-row values.
     """
 
     given: tuple[Any, ...]
@@ -58,11 +58,11 @@ class GpuStep(NamedTuple):
 
     def arrive(self) -> None:
         """Lets the other warpgroup take its turn."""
-        plgpu.barrier_arrive(self.barriers.turn)
+        plgpu.barrier_arrive(self.barriers.order)
 
     def take_turn(self) -> None:
         """Waits for the turn; the other one has to `arrive` as often as this one."""
-        plgpu.barrier_wait(self.barriers.turn)
+        plgpu.barrier_wait(self.barriers.order)
 
 
 @runtime_checkable
@@ -257,17 +257,17 @@ def _compute(block: _Block, warpgroup: Any) -> None:
     """What a warpgroup does that computes."""
     plgpu.set_max_registers(_REGISTERS, action="increase")
     kernel: GpuKernel = block.call.kernel
-    turn = lambda: _take_turns(block.barriers, 1)
+    wait = lambda: _take_turns(block.barriers, 1)
     if kernel.takes_turns:
-        pl.when(warpgroup == 1)(turn)
+        pl.when(warpgroup == 1)(wait)
     block.over_tiles(lambda link, tile, before: _compute_tile(block, warpgroup, tile, before))
     if kernel.takes_turns:
-        pl.when(warpgroup == 0)(turn)
+        pl.when(warpgroup == 0)(wait)
 
 
 def _take_turns(barriers: Barriers, count: int) -> None:
     for _ in range(count):
-        plgpu.barrier_arrive_and_wait(barriers.turn)
+        plgpu.barrier_arrive_and_wait(barriers.order)
 
 
 def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> None:
@@ -296,5 +296,5 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     sums = jax.lax.fori_loop(np.int32(0), tile.num_steps, take, kernel.start(sums_before))
     plgpu.barrier_arrive(barriers.stays_spent.at[tile.stage])
     for out, result in zip(outs, kernel.finish(sums, sums_before), strict=True):
-        # Unoptimized: numbers of 16 bits fill but half of what memory takes at once.
+        # Unoptimized: values of 16 bits fill but half of what memory takes at once.
         plgpu.store(out, result.astype(out.dtype), optimized=False)

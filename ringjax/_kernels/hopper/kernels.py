@@ -24,7 +24,7 @@ from ringjax._pattern import dropout
 
 # The rows of a tile that come by which the gradients take at once: as many as registers hold the weights of.
 _PART_ROWS = 64
-# How numbers of a tile lie in the registers of a warpgroup: where the matrix unit leaves them.
+# How values of a tile lie in the registers of a warpgroup: where the matrix unit leaves them.
 _TILE = plgpu.Layout.WGMMA
 _COLUMN, _ROW = _TILE.reduce(1), _TILE.reduce(0)
 STAYS, PASSES = 0, 1  # the axes of a tile of pairs
@@ -41,7 +41,7 @@ def parts_of(rows: int) -> tuple[int, ...]:
 # In a kernel. Pallas' interpreter has no matrix unit that takes registers: there it is a product of arrays.
 
 
-def _turned(ref: Any) -> Any:
+def _transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
@@ -85,7 +85,7 @@ def _rows(ref: Any) -> Array:
     return plgpu.load(ref, layout=_TILE, optimized=False) * 1.0
 
 
-def _numbers(ref: Any, axis: int) -> Array:
+def _per_row(ref: Any, axis: int) -> Array:
     """Reads the number of each row."""
     return plgpu.load(ref, layout=_ROW if axis == PASSES else _COLUMN, optimized=False)
 
@@ -96,13 +96,13 @@ def _axis(side: int, stationary: int) -> int:
 
 
 def _widen(array: Array, axis: int, shape: tuple[int, ...]) -> Array:
-    """Repeats the numbers of rows."""
+    """Repeats per-row values."""
     return jax.lax.broadcast_in_dim(array, shape, [axis])
 
 
 def _read(refs: Any, axis: int, shape: tuple[int, ...]) -> Any:
-    """Reads numbers of rows that stay or come by, for all pairs."""
-    return jax.tree.map(lambda ref: _widen(_numbers(ref, axis), axis, shape), refs)
+    """Reads values of rows that stay or come by, for all pairs."""
+    return jax.tree.map(lambda ref: _widen(_per_row(ref, axis), axis, shape), refs)
 
 
 def _masks(refs: Any, stationary: int, shape: tuple[int, ...]) -> list[Any]:
@@ -149,7 +149,7 @@ class _Forward:
             return row(LEAST), row(0.0), _zeros(self.width)
         # As one key of a weight of one.
         out, lse = before
-        lse = _numbers(lse, STAYS)
+        lse = _per_row(lse, STAYS)
         total = jnp.where(lse == -jnp.inf, 0.0, 1.0)
         return jnp.maximum(lse * LOG2E, LEAST), total, _rows(out)
 
@@ -163,7 +163,7 @@ class _Forward:
             step.take_turn()
 
         step.wait(0)
-        scores = _multiply(query, _turned(key), self.interpret, hand_over)
+        scores = _multiply(query, _transposed(key), self.interpret, hand_over)
         scores = _mask(_scores(self.weighting, scores), masks, QUERIES, step.is_full)
         if not rate:
             step.release(0)
@@ -213,7 +213,7 @@ class _Gradient:
     def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stationary: int, is_full: Any) -> tuple[Array, Array]:
         """Returns the weights of pairs, some dropped; and times the slope of a cap, with a minus where dropped."""
         dtype, rate = one.dtype, self.weighting.dropout_rate
-        scores = _scores(self.weighting, _multiply(one, _turned(other), self.interpret))
+        scores = _scores(self.weighting, _multiply(one, _transposed(other), self.interpret))
         seen = _mask(scores, masks, stationary, is_full)
         lse = _read(lse, _axis(QUERIES, stationary), seen.shape)
         weights = jnp.exp2(seen * (self.weighting.logit_scale * LOG2E) - lse * LOG2E)
@@ -259,7 +259,7 @@ class _QueryGradient(_Gradient):
         step.wait(1)
         for key_part, value_part, masks in zip(*map(_parts, (key, value, key_masks)), strict=True):
             _, weights = self.weigh(query, key_part, stats.lse, (query_masks, masks), QUERIES, step.is_full)
-            weights_grad = _multiply(out_grad, _turned(value_part), self.interpret)
+            weights_grad = _multiply(out_grad, _transposed(value_part), self.interpret)
             grad = self.logits_grad(weights, weights_grad, stats.delta, QUERIES)
             sums = _add_products(sums, [(grad.astype(key.dtype), key_part)], self.interpret)
         step.release(1)
@@ -279,7 +279,7 @@ class _KeyGradient(_Gradient):
         for query_part, out_grad_part, some, masks in zip(*streamed, strict=True):
             found, weights = self.weigh(key, query_part, some.lse, (masks, key_masks), KEYS, step.is_full)
             # Registers have room for no more weights than these beside the sums.
-            pairs = (found, out_grad_part), (value, _turned(out_grad_part))
+            pairs = (found, out_grad_part), (value, _transposed(out_grad_part))
             zeros = plgpu.layout_cast(jnp.zeros_like(weights), _TILE)
             value_sum, weights_grad = _add_products((value_sum, zeros), pairs, self.interpret)
             grad = self.logits_grad(weights, weights_grad, some.delta, KEYS)

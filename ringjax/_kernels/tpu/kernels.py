@@ -66,21 +66,21 @@ def _rows(refs: Any, at: Any) -> Any:
     return jax.tree.map(lambda ref: ref[0, :, at], refs)
 
 
-# Arrays have rows of a head, [R, H]; where the `rows_last`, [H, R]. Of the tile that stays these are turned, once; what
-# comes by is multiplied as it is, along one axis or the other.
+# Arrays have rows of a head, [R, H]; where the `rows_last`, [H, R]. Of the tile that stays these are transposed, once;
+# what comes by is multiplied as it is, along one axis or the other.
 
 
-def _staying(refs: tuple[Any, ...], turned: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
-    """Returns references to the tile that stays, [R, H]: to where they are `turned`, if they are."""
-    if not turned:
+def _staying(refs: tuple[Any, ...], transposed: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
+    """Returns references to the tile that stays, [R, H]: to where they are `transposed`, if they are."""
+    if not transposed:
         return tuple(ref.at[0] for ref in refs)
 
     @pl.when(step.is_first)
     def _() -> None:
-        for ref, room in zip(refs, turned, strict=True):
+        for ref, room in zip(refs, transposed, strict=True):
             room[...] = ref[0].T
 
-    return turned
+    return transposed
 
 
 def _passing(ref: Any, at: Any, sizes: Sizes) -> Array:
@@ -161,22 +161,22 @@ def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N
 
 
 def _run(call: KernelCall, given: Given, widths: tuple[int, ...]) -> list[Array]:
-    """Runs a kernel that keeps so wide sums of the rows of a tile that stays, and these where they are turned."""
+    """Runs a kernel that keeps so wide sums of the rows of a tile that stays, and these where they are transposed."""
     rows, stay = call.sizes.rows[call.stationary], call.queries if call.stationary == QUERIES else call.keys
     sums = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
-    turned = tuple(pltpu.VMEM((rows, given.width(array)), array.dtype) for array in stay)
-    scratch = sums, turned if call.sizes.rows_last else ()
+    transposed = tuple(pltpu.VMEM((rows, given.width(array)), array.dtype) for array in stay)
+    scratch = sums, transposed if call.sizes.rows_last else ()
     streamed = call.mask.keys.position if call.stationary == QUERIES else call.mask.queries.last
     return launch(call._replace(scratch=scratch, parts=_parts(streamed)))
 
 
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
     (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
-    softmax, turned = scratch
+    softmax, transposed = scratch
     maximum_ref, denominator_ref, numerator_ref = softmax
     rows, width, logit_scale = sizes.rows[KEYS], numerator_ref.shape[1], weighting.logit_scale * LOG2E
     pl.when(step.is_first)(lambda: _start_softmax(softmax, before, sizes))
-    (query_ref,) = _staying((query_ref,), turned, step)
+    (query_ref,) = _staying((query_ref,), transposed, step)
 
     def prepare(is_cut: bool) -> Any:
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
@@ -250,8 +250,8 @@ def _query_gradient_kernel(
     step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting
 ) -> None:
     (query_mask, key_mask), (query_ref, out_grad_ref), (key_ref, value_ref), stats, before = given
-    (grad_ref,), ((sum_ref,), turned), rows = results, scratch, sizes.rows[KEYS]
-    query_ref, out_grad_ref = _staying((query_ref, out_grad_ref), turned, step)
+    (grad_ref,), ((sum_ref,), transposed), rows = results, scratch, sizes.rows[KEYS]
+    query_ref, out_grad_ref = _staying((query_ref, out_grad_ref), transposed, step)
 
     @pl.when(step.is_first)
     def _() -> None:
@@ -290,9 +290,9 @@ def _key_gradient_kernel(
     step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting
 ) -> None:
     (query_mask, key_mask), (query_ref, out_grad_ref), (key_ref, value_ref), stats, before = given
-    (key_sum_ref, value_sum_ref), turned = scratch
+    (key_sum_ref, value_sum_ref), transposed = scratch
     rows = sizes.rows[QUERIES]
-    key_ref, value_ref = _staying((key_ref, value_ref), turned, step)
+    key_ref, value_ref = _staying((key_ref, value_ref), transposed, step)
 
     @pl.when(step.is_first)
     def _() -> None:

@@ -1,7 +1,7 @@
 """One of r tokens for each head on TPUs, where the tokens of narrow heads are last, [B, N, D, n].
 
-There XLA takes rows from arrays with the width last, which a TPU pads to whole registers. These kernels turn a block of
-tokens, whose rows are then a stride apart, and need no array beside what they read and write.
+There XLA takes rows from arrays with the width last, which a TPU pads to whole registers. These kernels transpose a
+block of tokens, whose rows are then a stride apart, and need no array beside what they read and write.
 """
 
 import math
@@ -75,7 +75,7 @@ class _Blocks(NamedTuple):
         return pl.ds(offset, self.rows, self.rate), slice(None)
 
     def run(self, kernel: Any, offsets: Array, *arrays: Array, name: str, is_put: bool, interpret: Any) -> Array:
-        """Runs `kernel(offset, phase, *refs, turned)` with a block of tokens `turned` beside it.
+        """Runs `kernel(offset, phase, *refs, transposed)` with a block of tokens `transposed` beside it.
 
         Where it `is_put`, it reads rows and tokens, and writes tokens in place; else it reads tokens and writes rows.
         """
@@ -146,24 +146,24 @@ class TpuStrides(Strides):
         return self._write(blocks, tokens, rows, _of_heads(np.zeros(1), tokens), combine, "put_sorted")
 
     def _read(self, blocks: _Blocks, tokens: Array, offsets: Array, name: str) -> Array:
-        def kernel(offset: Any, phase: Any, tokens_ref: Any, rows_ref: Any, turned: Any) -> None:
+        def kernel(offset: Any, phase: Any, tokens_ref: Any, rows_ref: Any, transposed: Any) -> None:
             @pl.when(phase == 0)
             def _() -> None:
-                turned[...] = tokens_ref[0].astype(jnp.float32).T  # [n, D]
+                transposed[...] = tokens_ref[0].astype(jnp.float32).T  # [n, D]
 
-            rows_ref[0] = turned[blocks.at(offset)].T.astype(rows_ref.dtype)
+            rows_ref[0] = transposed[blocks.at(offset)].T.astype(rows_ref.dtype)
 
         flat = _tokens_last(tokens)
         rows = blocks.run(kernel, offsets, flat, name=name, is_put=False, interpret=self.interpret)
         return _tokens_first(rows, tokens)
 
     def _write(self, blocks: _Blocks, tokens: Array, rows: Array, offsets: Array, combine: Combine, name: str) -> Array:
-        def kernel(offset: Any, phase: Any, rows_ref: Any, tokens_ref: Any, out_ref: Any, turned: Any) -> None:
-            turned[blocks.at(offset)] = rows_ref[0].astype(jnp.float32).T
+        def kernel(offset: Any, phase: Any, rows_ref: Any, tokens_ref: Any, out_ref: Any, transposed: Any) -> None:
+            transposed[blocks.at(offset)] = rows_ref[0].astype(jnp.float32).T
 
             @pl.when(phase == blocks.phases - 1)
             def _() -> None:
-                spread, token = turned[...].T.astype(out_ref.dtype), tokens_ref[0]  # [D, n]
+                spread, token = transposed[...].T.astype(out_ref.dtype), tokens_ref[0]  # [D, n]
                 combined = combine(token, spread)
                 if blocks.phases == 1:  # what lies elsewhere is of other blocks
                     number = jax.lax.broadcasted_iota(jnp.int32, (1, token.shape[1]), 1)
