@@ -27,9 +27,9 @@ from ringjax._kernels import cudnn, fused
 from ringjax._kernels.fused import Fused, FusedQueries
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
-from ringjax._kernels.pieces import Pairs
+from ringjax._kernels.sequences import Sequences
 from ringjax._kernels.softmax import Keys
-from ringjax._kernels.spans import Span
+from ringjax._kernels.sub_blocks import Pairs
 
 
 class DenseKernel:
@@ -38,7 +38,7 @@ class DenseKernel:
     def __init__(self):
         self.calls = []
 
-    def obstacle(self, query, key, value, platform, widening=0, has_spans=False):
+    def obstacle(self, query, key, value, platform, widening=0, has_sequences=False):
         return None
 
     def _logits(self, query, key, pairs, scale):
@@ -71,17 +71,17 @@ class DenseKernel:
 
 
 def are_pairs(pairs, rows, others):
-    """Which rows attend to which, [B, Rq, Rk], said anew: by diagonal and window from the first rows of spans."""
+    """Which rows attend to which, [B, Rq, Rk], said anew: by diagonal and window from the first rows of sequences."""
     query, key = jnp.arange(rows)[:, None], jnp.arange(others)[None]
     near = lambda distance: (
         (distance >= 0 if pairs.is_causal else True) & (True if pairs.window is None else distance < pairs.window)
     )
-    if pairs.spans is None:
+    if pairs.sequences is None:
         return jnp.broadcast_to(near(query - key), (1, rows, others))
-    inside = lambda span, row: (
-        (row >= span.start[..., None, None]) & (row < (span.start + span.length)[..., None, None])
+    inside = lambda sequence, row: (
+        (row >= sequence.start[..., None, None]) & (row < (sequence.start + sequence.length)[..., None, None])
     )
-    of_queries, of_keys = pairs.spans
+    of_queries, of_keys = pairs.sequences
     distance = (query - of_queries.start[..., None, None]) - (key - of_keys.start[..., None, None])
     return (inside(of_queries, query) & inside(of_keys, key) & near(distance)).any(axis=1)
 
@@ -188,9 +188,9 @@ def test_branches_that_it_cannot_compute_are_left_to_xla(kernel):
         ring_dilated_attention(*arrays, mesh=make_mesh(seq=4), implementation="cudnn", **arguments)
 
 
-# Segments and documents as spans. By length, pattern and shards: segments inside shards, across them, in a ring around
-# which each goes a part, of a length that shards do not divide, and in halves of a balanced ring.
-SPANS = {
+# Segments and documents as sequences. By length, pattern and shards: segments inside shards, across them, in a ring
+# around which each goes a part, of a length that shards do not divide, and in halves of a balanced ring.
+SEQUENCES = {
     "local": (48, (12,), 1),
     "uneven": (43, (13, 5), 1),
     "inside": (48, (6, 48), 4),
@@ -203,12 +203,13 @@ SPANS = {
 
 @pytest.mark.quick("local-True", "balanced-True")
 @pytest.mark.parametrize(
-    ("name", "is_causal"), [*((name, True) for name in SPANS), ("halo", False), ("around", False), ("padded", False)]
+    ("name", "is_causal"),
+    [*((name, True) for name in SEQUENCES), ("halo", False), ("around", False), ("padded", False)],
 )
-def test_spans_equal_oracle(kernel, monkeypatch, name, is_causal):
-    monkeypatch.setattr(fused, "MOST_SPANS", (2, 3))
+def test_sequences_equal_oracle(kernel, monkeypatch, name, is_causal):
+    monkeypatch.setattr(fused, "MOST_SEQUENCES", (2, 3))
     has_documents = is_causal or name != "padded"
-    length, segment_lengths, shards = SPANS[name]
+    length, segment_lengths, shards = SEQUENCES[name]
     arguments = {"segment_lengths": segment_lengths, "dilation_rates": (1,) * len(segment_lengths)}
     arrays = random_arguments(length, (4, 2), batch=(2,))
     documents = [packed_documents(length, 2)] if has_documents else []
@@ -509,7 +510,7 @@ def test_jax_binds_the_primitives_as_they_are_used_here():
 
 
 class Emulated:
-    """The primitive of cuDNN in plain products, with rows of spans where it has them in memory, and junk elsewhere."""
+    """The primitive of cuDNN in plain products, with sequences where it has them in memory, junk elsewhere."""
 
     def __init__(self, direction):
         self.direction = direction
@@ -519,12 +520,14 @@ class Emulated:
             (offset[:, :-1], length) for offset, length in ((offsets, lengths), (key_offsets, key_lengths))
         )
         pairs = Pairs(
-            "CAUSAL" in how["mask_type"].name, how["sliding_window_length"], (Span(*of_queries), Span(*of_keys))
+            "CAUSAL" in how["mask_type"].name,
+            how["sliding_window_length"],
+            (Sequences(*of_queries), Sequences(*of_keys)),
         )
         assert how["mask_type"].name.startswith("PADDING")
         inside = [
-            span.contains(array.shape[1])[..., None, None]
-            for span, array in zip(pairs.spans, (query, key), strict=True)
+            sequence.contains(array.shape[1])[..., None, None]
+            for sequence, array in zip(pairs.sequences, (query, key), strict=True)
         ]
         junk = lambda array, is_inside: jnp.where(is_inside, array, jnp.nan)
         row = of_queries[0][..., None] + jnp.arange(query.shape[1])  # [B, M, R]
@@ -546,17 +549,17 @@ class Emulated:
 
 
 @pytest.mark.parametrize(("is_causal", "most_numbers"), [(False, 2**31), (True, 2**31), (True, 200)])
-def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
-    """The numbers of a row are in a batch of its span, counted from that span's first row; batches that are too large
+def test_sequences_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
+    """The numbers of a row are in a batch of its sequence, counted from the first row; batches that are too large
     are cut."""
     monkeypatch.setattr(cudnn, "_MOST_NUMBERS", most_numbers)
     for direction in ("fwd", "bwd"):
         monkeypatch.setattr(cudnn._jax, f"_dot_product_attention_{direction}_p_wrapper", Emulated(direction))
     rng = np.random.default_rng(0)
     query, key, value, out_grad = (jnp.asarray(rng.normal(size=(2, rows, 3, 4))) for rows in (11, 9, 9, 11))
-    of = lambda start, length: Span(jnp.array(start, jnp.int32), jnp.array(length, jnp.int32))
-    spans = of([[0, 5, 10], [2, 8, 0]], [[4, 3, 1], [6, 3, 0]]), of([[1, 3, 8], [0, 4, 0]], [[2, 4, 1], [3, 5, 0]])
-    for some in (spans, jax.tree.map(lambda array: array[:, :1], spans)):
+    of = lambda start, length: Sequences(jnp.array(start, jnp.int32), jnp.array(length, jnp.int32))
+    sequences = of([[0, 5, 10], [2, 8, 0]], [[4, 3, 1], [6, 3, 0]]), of([[1, 3, 8], [0, 4, 0]], [[2, 4, 1], [3, 5, 0]])
+    for some in (sequences, jax.tree.map(lambda array: array[:, :1], sequences)):
 
         @jax.jit
         def results(some):
@@ -574,9 +577,9 @@ def test_spans_are_where_cudnn_has_them(monkeypatch, is_causal, most_numbers):
 
 def test_one_sequence_that_is_too_large(monkeypatch):
     monkeypatch.setattr(cudnn, "_MOST_NUMBERS", 100)
-    array, span = jnp.zeros((1, 16, 1, 8)), Span(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32))
+    array, sequence = jnp.zeros((1, 16, 1, 8)), Sequences(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2), jnp.int32))
     with pytest.raises(ValueError, match="takes 100 numbers at most of one sequence with documents .*: shard it over"):
-        cudnn.attend(array, array, array, Pairs(spans=(span, span)), 1.0)
+        cudnn.attend(array, array, array, Pairs(sequences=(sequence, sequence)), 1.0)
 
 
 def test_what_rows_of_several_documents_need(monkeypatch):
@@ -587,8 +590,8 @@ def test_what_rows_of_several_documents_need(monkeypatch):
     words = (
         None if is_newer else "before jax 0.12, rows of several documents need as many key/value heads as query heads"
     )
-    assert cudnn.obstacle(*arrays, "cuda", has_spans=True) == words
-    assert cudnn.obstacle(arrays[0], arrays[0], arrays[0], "cuda", has_spans=True) is None
+    assert cudnn.obstacle(*arrays, "cuda", has_sequences=True) == words
+    assert cudnn.obstacle(arrays[0], arrays[0], arrays[0], "cuda", has_sequences=True) is None
 
 
 def test_the_guard_against_other_versions_of_jax(monkeypatch):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ringjax._kernels.fused import FusedQueries
-from ringjax._kernels.pieces import Pairs
+from ringjax._kernels.sequences import Sequences
 from ringjax._kernels.softmax import Keys
-from ringjax._kernels.spans import Span
+from ringjax._kernels.sub_blocks import Pairs
 from ringjax._pattern.warning import warn
 
 try:
@@ -37,7 +37,7 @@ _ARRAYS += ("page_table_k", "page_table_v")
 _OF_BACKWARD = ("activation", "fwd_output", "grad_output")
 _PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
-_MOST_NUMBERS = 2**31 - 1  # of an array with spans, whose places in memory are 32-bit integers
+_MOST_NUMBERS = 2**31 - 1  # of an array with sequences, whose places in memory are 32-bit integers
 
 
 @functools.cache
@@ -84,7 +84,9 @@ def _most_width() -> int:
     return 256 if is_hopper else 128
 
 
-def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_spans: bool = False) -> str | None:
+def obstacle(
+    query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_sequences: bool = False
+) -> str | None:
     """Returns why cuDNN cannot compute such arrays on such a platform, None where it can.
 
     Gradients may ask for arrays that are wider by `widening`.
@@ -94,7 +96,7 @@ def obstacle(query: Any, key: Any, value: Any, platform: str, widening: int = 0,
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is of {query.dtype}"
     reason = _missing() or _too_wide(query.shape[-1], value.shape[-1], widening)
-    return reason or (_no_spans(query.shape[-2] != key.shape[-2]) if has_spans else None)
+    return reason or (_no_spans(query.shape[-2] != key.shape[-2]) if has_sequences else None)
 
 
 def _no_spans(is_grouped: bool) -> str | None:
@@ -122,16 +124,16 @@ def attend(
     pairs: Pairs,
     scale: float,
 ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
-    """Returns the output and the lse of each row: zeros and -inf for one outside of all spans."""
+    """Returns the output and the lse of each row: zeros and -inf for one outside of all sequences."""
     if _is_beyond_offsets(pairs, query, key):
-        halve = lambda one, spans: attend(one[0], one[1], one[2], pairs._replace(spans=spans), scale)
-        return _in_halves(halve, (query, key, value), pairs.spans)
+        halve = lambda one, sequences: attend(one[0], one[1], one[2], pairs._replace(sequences=sequences), scale)
+        return _in_halves(halve, (query, key, value), pairs.sequences)
     pairs = _two_spans(pairs)
     out, stats = _bind("fwd", (query, key, value), pairs, scale, is_training=True)
-    if pairs.spans is None:
+    if pairs.sequences is None:
         return out, stats.swapaxes(1, 2)
-    of_queries, _ = pairs.spans
-    lse, is_inside = _take_from_spans(stats, of_queries), of_queries.contains(query.shape[1])
+    of_queries, _ = pairs.sequences
+    lse, is_inside = _take_from_sequences(stats, of_queries), of_queries.contains(query.shape[1])
     # Elsewhere cuDNN writes nothing.
     return jnp.where(is_inside[..., None, None], out, 0), jnp.where(is_inside[..., None], lse, -jnp.inf)
 
@@ -141,63 +143,63 @@ def differentiate(
 ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
     """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
     if _is_beyond_offsets(pairs, queries.query, keys.key):
-        halve = lambda one, spans: differentiate(one[0], one[1], pairs._replace(spans=spans), scale)
-        return _in_halves(halve, (queries, keys), pairs.spans)
+        halve = lambda one, sequences: differentiate(one[0], one[1], pairs._replace(sequences=sequences), scale)
+        return _in_halves(halve, (queries, keys), pairs.sequences)
     pairs, dtype, lse = _two_spans(pairs), queries.query.dtype, queries.lse.astype(jnp.float32)
-    stats = lse.swapaxes(1, 2) if pairs.spans is None else _put_in_spans(lse, pairs.spans[0])
+    stats = lse.swapaxes(1, 2) if pairs.sequences is None else _put_in_sequences(lse, pairs.sequences[0])
     given = stats, queries.out.astype(dtype), queries.out_grad.astype(dtype)
     grads = _bind("bwd", (queries.query, *keys, *given), pairs, scale)
-    if pairs.spans is None:
+    if pairs.sequences is None:
         return grads
-    sides = pairs.spans[0], *2 * (pairs.spans[1],)
-    inside = (span.contains(grad.shape[1])[..., None, None] for span, grad in zip(sides, grads, strict=True))
+    sides = pairs.sequences[0], *2 * (pairs.sequences[1],)
+    inside = (sequence.contains(grad.shape[1])[..., None, None] for sequence, grad in zip(sides, grads, strict=True))
     query_grad, key_grad, value_grad = (jnp.where(*one, 0) for one in zip(inside, grads, strict=True))
     return query_grad, key_grad, value_grad
 
 
 def _is_beyond_offsets(pairs: Pairs, query: Array, key: Array) -> bool:
-    return pairs.spans is not None and max(query.size, key.size) > _MOST_NUMBERS
+    return pairs.sequences is not None and max(query.size, key.size) > _MOST_NUMBERS
 
 
-def _in_halves(compute: Callable[[Any, Any], Any], arrays: Any, spans: Any) -> Any:
+def _in_halves(compute: Callable[[Any, Any], Any], arrays: Any, sequences: Any) -> Any:
     """Computes the first half of the batch and the second one.
 
     Raises:
       ValueError: if there is but one.
     """
-    batch = spans[0].start.shape[0]
+    batch = sequences[0].start.shape[0]
     if batch == 1:
         raise ValueError(
             f"implementation='cudnn' takes {_MOST_NUMBERS} numbers at most of one sequence with documents on a device: "
             "shard it over more devices, or say implementation='xla'"
         )
     halves = slice(None, batch // 2), slice(batch // 2, None)
-    parts = [compute(*jax.tree.map(lambda array, half=half: array[half], (arrays, spans))) for half in halves]
+    parts = [compute(*jax.tree.map(lambda array, half=half: array[half], (arrays, sequences))) for half in halves]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
-# With spans, cuDNN's statistics of rows have one batch for each span, whose first row is at zero.
+# With sequences, cuDNN has the statistics of rows in one batch for each of them, whose first row is at zero.
 
 
-def _take_from_spans(stats: Float[Array, "BM N R"], span: Span) -> Float[Array, "B R N"]:
-    batch, rows = span.start.shape[0], stats.shape[2]
+def _take_from_sequences(stats: Float[Array, "BM N R"], sequence: Sequences) -> Float[Array, "B R N"]:
+    batch, rows = sequence.start.shape[0], stats.shape[2]
     row = jnp.arange(rows, dtype=jnp.int32)
-    number = span.number(rows)  # [B, R]
-    own_row = jnp.clip(row - jnp.take_along_axis(span.start, number, axis=1), 0, rows - 1)
+    number = sequence.number(rows)  # [B, R]
+    own_row = jnp.clip(row - jnp.take_along_axis(sequence.start, number, axis=1), 0, rows - 1)
     of_batch = stats.reshape(batch, -1, *stats.shape[1:])  # [B, M, N, R]
     return of_batch[jnp.arange(batch)[:, None], number, :, own_row]
 
 
-def _put_in_spans(lse: Float[Array, "B R N"], span: Span) -> Float[Array, "BM N R"]:
+def _put_in_sequences(lse: Float[Array, "B R N"], sequence: Sequences) -> Float[Array, "BM N R"]:
     batch, rows, heads = lse.shape
-    row = jnp.minimum(span.start[..., None] + jnp.arange(rows, dtype=jnp.int32), rows - 1)  # [B, M, R]
+    row = jnp.minimum(sequence.start[..., None] + jnp.arange(rows, dtype=jnp.int32), rows - 1)  # [B, M, R]
     stats = lse[jnp.arange(batch)[:, None, None], row]  # [B, M, R, N]
     return stats.swapaxes(2, 3).reshape(-1, heads, rows)
 
 
-def _offsets(span: Span) -> Int[Array, "B more"]:
-    """Returns where spans begin in their batch, and a number that is none."""
-    return jnp.pad(span.start, ((0, 0), (0, 1)), constant_values=-1)
+def _offsets(sequence: Sequences) -> Int[Array, "B more"]:
+    """Returns where sequences begin in their batch, and a number that is none."""
+    return jnp.pad(sequence.start, ((0, 0), (0, 1)), constant_values=-1)
 
 
 def _bind(direction: str, arrays: tuple[Array, ...], pairs: Pairs, scale: float, **more: Any) -> Any:
@@ -218,11 +220,11 @@ def _bind(direction: str, arrays: tuple[Array, ...], pairs: Pairs, scale: float,
 
     # Under vmap more batches: the primitive's own rule fails, in some versions, where not all arrays have them.
     @jax.custom_batching.custom_vmap
-    def bind(arrays: tuple[Array, ...], spans: tuple[Span, Span] | None) -> tuple[Array, ...]:
+    def bind(arrays: tuple[Array, ...], sequences: tuple[Sequences, Sequences] | None) -> tuple[Array, ...]:
         empty = jnp.zeros(0, arrays[0].dtype)
         lengths = offsets = (empty, empty)
-        if spans is not None:
-            lengths, offsets = tuple(span.length for span in spans), tuple(map(_offsets, spans))
+        if sequences is not None:
+            lengths, offsets = tuple(sequence.length for sequence in sequences), tuple(map(_offsets, sequences))
         unused = empty, *lengths, *offsets, empty, empty  # the first a bias, the last two page tables
         return tuple(primitive.bind(*arrays[:3], *unused, *arrays[3:], **parameters))
 
@@ -236,16 +238,16 @@ def _bind(direction: str, arrays: tuple[Array, ...], pairs: Pairs, scale: float,
         results = tuple(array.reshape(size, -1, *array.shape[1:]) for array in bind(*whole))
         return results, (True,) * len(results)
 
-    return bind(arrays, pairs.spans)
+    return bind(arrays, pairs.sequences)
 
 
 def _mask_name(pairs: Pairs) -> str:
-    names = ["PADDING"] * (pairs.spans is not None) + ["CAUSAL"] * pairs.is_causal
+    names = ["PADDING"] * (pairs.sequences is not None) + ["CAUSAL"] * pairs.is_causal
     return "_".join(names) or "NO_MASK"
 
 
 def _two_spans(pairs: Pairs) -> Pairs:
-    """Adds an empty span where there is but one in each batch, which jax would take for none."""
-    if pairs.spans is None or pairs.spans[0].start.shape[1] > 1:
+    """Adds an empty sequence where there is but one in each batch, which jax would take for none."""
+    if pairs.sequences is None or pairs.sequences[0].start.shape[1] > 1:
         return pairs
-    return pairs._replace(spans=jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, 1))), pairs.spans))
+    return pairs._replace(sequences=jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, 1))), pairs.sequences))

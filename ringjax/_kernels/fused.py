@@ -16,14 +16,14 @@ from jaxtyping import Array, Float, Shaped
 from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots
 from ringjax._kernels.interface import Request
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
-from ringjax._kernels.pieces import ChunkView, Pairs, Piece, has_spans, see, switch, window_of
 from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype, merge
+from ringjax._kernels.sub_blocks import ChunkView, Pairs, SubBlock, has_sequences, see, switch, window_of
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 
-# The most spans that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that of
-# the rows twice for each.
-MOST_SPANS = 16, 8
+# The most sequences that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that
+# of the rows twice for each.
+MOST_SEQUENCES = 16, 8
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class Kernel(Protocol):
         ...
 
     def obstacle(
-        self, query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_spans: bool = False
+        self, query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_sequences: bool = False
     ) -> str | None:
         """Returns why it cannot compute such arrays on such a platform, None where it can.
 
@@ -74,9 +74,9 @@ class Fused(KernelImplementation):
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
         """Returns the schedule in whole chunks, and why the kernel cannot serve that."""
-        schedule = schedule.in_whole_chunks()
+        schedule, has_documents = schedule.in_whole_chunks(), _has_documents(request)
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
-        reason = self.kernel.obstacle(*arrays, request.platform, widening, has_spans(schedule, _has_documents(request)))
+        reason = self.kernel.obstacle(*arrays, request.platform, widening, has_sequences(schedule, has_documents))
         return schedule, reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
@@ -102,23 +102,23 @@ class Fused(KernelImplementation):
     ) -> KernelPartial:
         """Merges the attention of queries on keys with that on others."""
 
-        def attend(piece: Piece, query: Array, keys: Keys) -> tuple[Array, Array]:
-            some = query[:, piece.queries], *(array[:, piece.keys] for array in keys)
+        def attend(block: SubBlock, query: Array, keys: Keys) -> tuple[Array, Array]:
+            some = query[:, block.queries], *(array[:, block.keys] for array in keys)
 
-            def on_spans(pairs: Pairs) -> tuple[Array, Array]:
-                query, key, value = map(piece.reverse, some)
+            def on_sequences(pairs: Pairs) -> tuple[Array, Array]:
+                query, key, value = map(block.reverse, some)
                 out, lse = self.kernel.attend(query, key, value, pairs, weighting.scale)
-                return piece.reverse(out), piece.reverse(lse).astype(partial.lse.dtype)
+                return block.reverse(out), block.reverse(lse).astype(partial.lse.dtype)
 
-            # No row is in two spans, and outside of these it has zeros and minus infinity.
+            # No row is in two sequences, and outside of these it has zeros and minus infinity.
             join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
-            out, lse = piece.over(on_spans, join, MOST_SPANS[0])
-            told = piece.is_promised[:, None, None]
+            out, lse = block.over(on_sequences, join, MOST_SEQUENCES[0])
+            told = block.is_promised[:, None, None]
             out, lse = jnp.where(told[..., None], out, jnp.nan), jnp.where(told, lse, jnp.nan)
-            return _pad(out, piece.queries, query), _pad(lse, piece.queries, query, -jnp.inf)
+            return _pad(out, block.queries, query), _pad(lse, block.queries, query, -jnp.inf)
 
-        def attend_all(pieces: list[Piece], query: Array, keys: Keys) -> tuple[Array, Array]:
-            found = [attend(piece, query, keys) for piece in pieces]
+        def attend_all(blocks: list[SubBlock], query: Array, keys: Keys) -> tuple[Array, Array]:
+            found = [attend(block, query, keys) for block in blocks]
             if len(found) == 1:
                 return found[0]
             nothing = self.start(query, keys)
@@ -154,18 +154,18 @@ class Fused(KernelImplementation):
         self, queries: FusedQueries, keys: Keys, step: AttentionStep, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
 
-        def differentiate(piece: Piece, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
-            of = lambda rows, tree: jax.tree.map(lambda array: piece.reverse(array[:, rows]), tree)
-            some = of(piece.queries, queries), of(piece.keys, keys)
-            on_spans = lambda pairs: _differentiate(self.kernel, *some, pairs, weighting.scale)
+        def differentiate(block: SubBlock, queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
+            of = lambda rows, tree: jax.tree.map(lambda array: block.reverse(array[:, rows]), tree)
+            some = of(block.queries, queries), of(block.keys, keys)
+            on_sequences = lambda pairs: _differentiate(self.kernel, *some, pairs, weighting.scale)
             join = lambda one, other: jax.tree.map(jnp.add, one, other)
-            query_grad, *keys_grad = map(piece.reverse, piece.over(on_spans, join, MOST_SPANS[1]))
-            whole = (piece.queries, queries.query), (piece.keys, keys.key)
+            query_grad, *keys_grad = map(block.reverse, block.over(on_sequences, join, MOST_SEQUENCES[1]))
+            whole = (block.queries, queries.query), (block.keys, keys.key)
             return _pad(query_grad, *whole[0]), *(_pad(grad, *whole[1]) for grad in keys_grad)
 
-        def differentiate_all(pieces: list[Piece], queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
+        def differentiate_all(blocks: list[SubBlock], queries: FusedQueries, keys: Keys) -> tuple[Array, ...]:
             zeros = tuple(jnp.zeros_like(array) for array in (queries.query, *keys))
-            found = [differentiate(piece, queries, keys) for piece in pieces]
+            found = [differentiate(block, queries, keys) for block in blocks]
             return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found or [zeros])
 
         addends = switch(step, differentiate_all, queries, keys)

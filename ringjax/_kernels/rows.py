@@ -101,7 +101,7 @@ class Rows(NamedTuple):
         side = self.side
         if self.already_taken:
             return tokens
-        tokens = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
+        tokens = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.num_tokens, axis=1)
         if side.chunks == "phases":
             return self.strides.sort(tokens, side.step)
         if side.is_strided:
@@ -126,8 +126,8 @@ class Rows(NamedTuple):
         side = self.side
         if self.already_taken:
             return combine(tokens, rows)
-        if side.span < tokens.shape[1]:
-            part = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.span, axis=1)
+        if side.num_tokens < tokens.shape[1]:
+            part = jax.lax.slice_in_dim(tokens, side.begin, side.begin + side.num_tokens, axis=1)
             part = self._put_among(part, rows, combine)
             return jax.lax.dynamic_update_slice_in_dim(tokens, part, side.begin, axis=1)
         return self._put_among(tokens, rows, combine)
@@ -137,12 +137,12 @@ class Rows(NamedTuple):
         if side.chunks == "phases":
             return self.strides.put_sorted(tokens, rows, side.step, combine)
         if side.is_strided:
-            rows = jax.lax.slice_in_dim(rows, 0, side.span // side.step, axis=1)
+            rows = jax.lax.slice_in_dim(rows, 0, side.num_tokens // side.step, axis=1)
             if side.step == 1:
                 return combine(tokens, rows)
             return self.strides.put(tokens, rows, side.step, self.offset, combine)
         shard = self.shard.astype(jnp.uint32)
-        token = side.first(shard) + naturals(side.span)[:, None]  # [n, 1]
+        token = side.first(shard) + naturals(side.num_tokens)[:, None]  # [n, 1]
         chunk, slot = side.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
         is_kept = side.is_kept(token, self.offset)  # [n, O]
         index = jnp.where(is_kept, chunk * side.chunk_rows + slot, 0)

@@ -44,9 +44,9 @@ def make_schedule(
 
     def schedule(number: int, branch: Branch) -> BranchSchedule:
         sides = functools.partial(Side, branch, num_shards=num_shards, max_block_rows=max_block_rows)
-        keys = sides(key_length, key_shard_length, span=key_shard_length)
+        keys = sides(key_length, key_shard_length, num_tokens=key_shard_length)
         first_token = 0 if is_moving else query_offset
-        queries = sides(length, shard_length, span=shard_length, first_token=first_token, is_moving=is_moving)
+        queries = sides(length, shard_length, num_tokens=shard_length, first_token=first_token, is_moving=is_moving)
         earlier = tuple(enumerate(branches[:number])) if is_union else ()
         return _lay_ways(
             BranchSchedule(

@@ -133,7 +133,7 @@ class BranchSchedule:
 
     def in_whole_chunks(self) -> "BranchSchedule":
         """Returns the schedule in which chunks are computed as a whole."""
-        whole = lambda side: dataclasses.replace(side, max_block_rows=side.span + side.chunk_length)
+        whole = lambda side: dataclasses.replace(side, max_block_rows=side.num_tokens + side.chunk_length)
         return dataclasses.replace(self, queries=whole(self.queries), keys=whole(self.keys))
 
     def in_groups(self, least_tokens: int) -> "BranchSchedule":

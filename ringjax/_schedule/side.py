@@ -21,7 +21,7 @@ class Side:
     """The rows of a branch on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
 
     Tokens are named by their positions, from `first_token` on. Where the side `is_moving`, that is known only when the
-    program runs, see `at`. Of each shard, these are the rows among its `span` tokens from number `begin` on.
+    program runs, see `at`. Of each shard, these are the rows among its `num_tokens` tokens from number `begin` on.
 
     These tokens are cut into chunks. Each attends to itself and, on other shards, to chunks of its number:
     into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"phases"`, tokens a rate apart. A
@@ -37,7 +37,7 @@ class Side:
     first_token: Any = 0
     is_moving: bool = False
     begin: int = 0
-    span: int = 0
+    num_tokens: int = 0
     chunks: Literal["whole", "segments", "phases"] = "whole"
     halves: int = 1
     of_tile: int | None = None  # the chunks of a tile, where they have to be as many as in other tiles of the shard
@@ -46,15 +46,19 @@ class Side:
         """Returns the side with this first token, a traced one too: no shape depends on it where it `is_moving`."""
         return dataclasses.replace(self, first_token=first_token) if self.is_moving else self
 
-    def part(self, begin: int, span: int) -> "Side":
+    def part(self, begin: int, num_tokens: int) -> "Side":
         """Returns the rows among some of each shard's tokens, whose tiles meet those of all."""
-        return dataclasses.replace(self, begin=begin, span=span, of_tile=self.chunks_per_tile)
+        return dataclasses.replace(self, begin=begin, num_tokens=num_tokens, of_tile=self.chunks_per_tile)
 
     def in_two_parts(self) -> tuple["Side", ...]:
         """Returns the rows among the first and the last half of each shard's tokens."""
         unit = self.step if self.chunks == "phases" else 1
-        half = self.span // (2 * unit) * unit
-        return tuple(self.part(begin, span) for begin, span in ((0, half), (half, self.span - half)) if span)
+        half = self.num_tokens // (2 * unit) * unit
+        return tuple(
+            self.part(begin, num_tokens)
+            for begin, num_tokens in ((0, half), (half, self.num_tokens - half))
+            if num_tokens
+        )
 
     # Tokens.
 
@@ -76,7 +80,11 @@ class Side:
     @property
     def chunk_length(self) -> int:
         """The number of tokens from a chunk's first to its end."""
-        return min(self.branch.period or self.span, self.span) if self.chunks == "segments" else self.span
+        return (
+            min(self.branch.period or self.num_tokens, self.num_tokens)
+            if self.chunks == "segments"
+            else self.num_tokens
+        )
 
     @property
     def _chunk_distance(self) -> int:
@@ -85,7 +93,7 @@ class Side:
     @property
     def num_chunks(self) -> int:
         """The number of chunks of a shard."""
-        return self.branch.modulus if self.chunks == "phases" else -(-self.span // self.chunk_length)
+        return self.branch.modulus if self.chunks == "phases" else -(-self.num_tokens // self.chunk_length)
 
     @property
     def step(self) -> int:
@@ -96,7 +104,7 @@ class Side:
     def chunk_rows(self) -> int:
         """The most rows that any head keeps of any chunk: a chunk has a slot for each."""
         if self.chunks == "phases":
-            return self.span // self.step
+            return self.num_tokens // self.step
         period, rate = self.branch.period or 1, self.branch.offset_rate
         # From one period to the next all is the same; all chunks begin as segments do where these are their segments.
         num_starts = 1 if self.chunks == "segments" else math.lcm(period, self.shard_length) // self.shard_length
@@ -128,7 +136,7 @@ class Side:
         """Whether every head keeps one token, its offset, of each `step` tokens of a chunk, and no other."""
         if self.chunks == "phases" or self.step == 1:
             return True
-        lengths = self.shard_length, self.span, self.chunk_length, self.begin, self.first_token
+        lengths = self.shard_length, self.num_tokens, self.chunk_length, self.begin, self.first_token
         is_aligned = not self.is_moving and all(length % self.step == 0 for length in lengths)
         # Segments begin where a step does, or there is no more than one.
         return is_aligned and (self.is_in_one_segment or (self.branch.period or 0) % self.step == 0)
@@ -136,7 +144,7 @@ class Side:
     @property
     def is_cut_evenly(self) -> bool:
         """Whether the last chunk of a shard is as long as the others."""
-        return self.chunks == "phases" or self.num_chunks * self.chunk_length == self.span
+        return self.chunks == "phases" or self.num_chunks * self.chunk_length == self.num_tokens
 
     @property
     def is_in_one_segment(self) -> bool:
@@ -202,7 +210,7 @@ class Side:
     @property
     def num_groups(self) -> int:
         """The number of equal parts of a shard that have nothing to do with each other: the chunks of one tile each."""
-        is_cut = self.chunks == "segments" and self.num_full_chunks * self.chunk_length == self.span
+        is_cut = self.chunks == "segments" and self.num_full_chunks * self.chunk_length == self.num_tokens
         return self.num_chunks // self.chunks_per_tile if is_cut else 1
 
     def in_groups(self, least_tokens: int) -> "Side":
@@ -216,13 +224,15 @@ class Side:
         """Returns the side on which each of the devices of a shard has one, whole."""
         length, count = self.shard_length // ulysses_size, self.num_shards * ulysses_size
         return dataclasses.replace(
-            self, shard_length=length, span=length, num_shards=count, chunks="whole", halves=1, of_tile=None
+            self, shard_length=length, num_tokens=length, num_shards=count, chunks="whole", halves=1, of_tile=None
         )
 
     def of_group(self) -> "Side":
         """Returns the side on which each group of each shard is a shard of its own."""
         length = self.shard_length // self.num_groups
-        return dataclasses.replace(self, shard_length=length, span=length, num_shards=self.num_shards * self.num_groups)
+        return dataclasses.replace(
+            self, shard_length=length, num_tokens=length, num_shards=self.num_shards * self.num_groups
+        )
 
 
 def _greatest_divisor(number: int, most: int) -> int:

@@ -1,6 +1,6 @@
-"""Spans: where the rows of one segment, or of one document, follow each other in a chunk, for kernels that take these.
+"""Packed sequences: where the rows of one segment, or of one document, lie in a chunk, for kernels that take offsets.
 
-B batch, with the chunks in it; R rows of a chunk; M spans of a batch that a kernel takes at once.
+B batch, with the chunks in it; R rows of a chunk; M sequences of a batch that a kernel takes at once.
 """
 
 from typing import NamedTuple
@@ -12,18 +12,18 @@ from jaxtyping import Array, Bool, Int
 _MOST = jnp.iinfo(jnp.int32).max
 
 
-class Span(NamedTuple):
-    """Rows that follow each other: the first, and how many they are, zero for a span of none."""
+class Sequences(NamedTuple):
+    """Rows that follow each other: the first, and how many they are, zero for a sequence of none."""
 
     start: Int[Array, "B M"]
     length: Int[Array, "B M"]
 
     def contains(self, rows: int) -> Bool[Array, "B R"]:
-        """Returns which of so many rows are in any of the spans."""
+        """Returns which of so many rows are in any of the sequences."""
         return self._contains(rows).any(axis=1)
 
     def number(self, rows: int) -> Int[Array, "B R"]:
-        """Returns the span that each of so many rows is in, zero where it is in none."""
+        """Returns the sequence that each of so many rows is in, zero where it is in none."""
         return self._contains(rows).argmax(axis=1).astype(jnp.int32)
 
     def _contains(self, rows: int) -> Bool[Array, "B M R"]:
@@ -74,41 +74,41 @@ class Labels(NamedTuple):
         return Labels(*(jnp.where(self.is_row, array, _MOST).min(axis=1, keepdims=True) for array in self))
 
 
-class Runs(NamedTuple):
-    """The rows with the same labels: numbers of rows that do not decrease, odd where a row has none."""
+class SequenceNumbers(NamedTuple):
+    """Twice the number of the sequence that each row is in, odd where a row is in none: it does not decrease."""
 
     number: Int[Array, "B R"]
 
     @property
     def most(self) -> Int[Array, ""]:
-        """The most runs of any batch."""
+        """The most sequences of any batch."""
         return (self.number.max() + 2) // 2
 
-    def spans(self, first: Int[Array, ""], size: int) -> Span:
-        """Returns so many runs, from number `first` on."""
+    def sequences(self, first: Int[Array, ""], size: int) -> Sequences:
+        """Returns so many sequences, from number `first` on."""
         wanted = 2 * (first + jnp.arange(size, dtype=jnp.int32))
         find = lambda side: jax.vmap(lambda row: jnp.searchsorted(row, wanted, side=side, method="compare_all"))
         start, stop = (find(side)(self.number).astype(jnp.int32) for side in ("left", "right"))
-        return Span(jnp.minimum(start, self.number.shape[1] - 1), stop - start)
+        return Sequences(jnp.minimum(start, self.number.shape[1] - 1), stop - start)
 
 
-def find_runs(labels: Labels) -> Runs:
-    """Returns the runs of rows with the same labels."""
+def find_sequences(labels: Labels) -> SequenceNumbers:
+    """Returns the sequences of rows with the same labels."""
     number = jnp.cumsum(labels.is_start, axis=1, dtype=jnp.int32) - 1
-    return Runs(2 * number + ~labels.is_row)
+    return SequenceNumbers(2 * number + ~labels.is_row)
 
 
-def find_shared(queries: Labels, keys: Labels) -> tuple[Span, Span]:
-    """Returns the rows of two chunks of other tokens that attend to each other: a span of each, or none."""
+def find_shared(queries: Labels, keys: Labels) -> tuple[Sequences, Sequences]:
+    """Returns the rows of two chunks of other tokens that attend to each other: a sequence of each, or none."""
     common = Labels(*map(jnp.maximum, queries.least, keys.least))
     rows = [(side.segment == common.segment) & (side.document == common.document) for side in (queries, keys)]
     is_shared = rows[0].any(axis=1, keepdims=True) & rows[1].any(axis=1, keepdims=True)
-    return _span_of(rows[0], is_shared), _span_of(rows[1], is_shared)
+    return _sequence_of(rows[0], is_shared), _sequence_of(rows[1], is_shared)
 
 
-def _span_of(rows: Bool[Array, "B R"], is_shared: Bool[Array, "B 1"]) -> Span:
+def _sequence_of(rows: Bool[Array, "B R"], is_shared: Bool[Array, "B 1"]) -> Sequences:
     start, length = rows.argmax(axis=1, keepdims=True), (rows & is_shared).sum(axis=1, keepdims=True)
-    return Span(start.astype(jnp.int32), length.astype(jnp.int32))
+    return Sequences(start.astype(jnp.int32), length.astype(jnp.int32))
 
 
 def are_apart(queries: Labels, keys: Labels) -> Bool[Array, "B"]:

@@ -1,4 +1,5 @@
-"""The pieces of a step: rows of two chunks in which kernels can tell which attend, all or by diagonals and spans.
+"""The sub-blocks of a step: rows of two chunks in which kernels can tell which attend, all or by diagonals and
+sequences.
 
 B batch, with the chunks in it; R rows of a chunk.
 """
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._kernels.attention_step import AttentionStep, Slots
+from ringjax._kernels.sequences import Labels, Sequences, are_apart, find_sequences, find_shared
 from ringjax._kernels.softmax import Keys
-from ringjax._kernels.spans import Labels, Span, are_apart, find_runs, find_shared
 from ringjax._pattern.branch import Window
 from ringjax._schedule.schedule import BranchSchedule
 
@@ -21,13 +22,14 @@ from ringjax._schedule.schedule import BranchSchedule
 class Pairs(NamedTuple):
     """Which rows of queries attend to which rows of keys: all, or those up to the diagonal where it `is_causal`.
 
-    With a `window`, only that many, the nearest. With `spans`, only rows that are in the span of the same number on
-    both sides, and the diagonal begins at the first rows of these two spans. Rows outside of all spans attend to none.
+    With a `window`, only that many, the nearest. With `sequences`, only rows that are in the sequence of the same
+    number on both sides, and the diagonal begins at the first rows of these two sequences. Rows outside of all
+    sequences attend to none.
     """
 
     is_causal: bool = False
     window: int | None = None
-    spans: tuple[Span, Span] | None = None
+    sequences: tuple[Sequences, Sequences] | None = None
 
 
 class ChunkView(NamedTuple):
@@ -52,7 +54,7 @@ def see(slots: Slots) -> ChunkView:
     side, schedule = slots.side, slots.schedule
     holder, slot = schedule.origin(slots.shards[0], 0)
     begin, size = side.begin // side.step, side.num_slots // side.num_chunks
-    labels = _labels(slots) if has_spans(schedule, slots.documents is not None) else None
+    labels = _labels(slots) if has_sequences(schedule, slots.documents is not None) else None
     return ChunkView(holder * schedule.queries.num_slots + slot, range(begin, begin + size), labels)
 
 
@@ -61,8 +63,8 @@ def window_of(schedule: BranchSchedule) -> int | None:
     return schedule.branch.size if isinstance(schedule.branch, Window) else None
 
 
-def has_spans(schedule: BranchSchedule, has_documents: bool) -> bool:
-    """Whether not all rows that meet attend to each other, but those of spans."""
+def has_sequences(schedule: BranchSchedule, has_documents: bool) -> bool:
+    """Whether not all rows that meet attend to each other, but those of sequences."""
     return schedule.branch.is_by_group and (has_documents or not schedule.is_dense)
 
 
@@ -80,7 +82,7 @@ def _labels(slots: Slots) -> Labels:
     return Labels(flat(segment), flat(document))
 
 
-class Piece(NamedTuple):
+class SubBlock(NamedTuple):
     """Some rows of queries and of keys that meet, and which of them attend to each other.
 
     All do, or those up to the diagonal where it `is_causal`, in a `window` if there is one. Where rows have `labels`,
@@ -108,29 +110,29 @@ class Piece(NamedTuple):
         return array[:, ::-1] if self.is_reversed else array
 
     def over(self, compute: Callable[[Pairs], Any], join: Callable[[Any, Any], Any], most: int) -> Any:
-        """Returns what is computed of all pairs, joined where there are more spans than a kernel takes at once."""
+        """Returns what is computed of all pairs, joined where there are more sequences than a kernel takes at once."""
         pairs = Pairs(self.is_causal or self.is_reversed, self.window)
         if self.labels is None:
             return compute(pairs)
         if not self.is_same:
-            return compute(pairs._replace(spans=find_shared(*self.labels)))
-        runs, size = find_runs(self.labels[0]), min(most, self.labels[0].document.shape[1])
+            return compute(pairs._replace(sequences=find_shared(*self.labels)))
+        numbers, size = find_sequences(self.labels[0]), min(most, self.labels[0].document.shape[1])
 
         def of_some(number: Any) -> Any:
-            span = runs.spans(number * size, size)
-            return compute(pairs._replace(spans=(span, span)))
+            sequence = numbers.sequences(number * size, size)
+            return compute(pairs._replace(sequences=(sequence, sequence)))
 
         # Most often these are all.
         joined = of_some(jnp.int32(0))
-        return jax.lax.fori_loop(1, -(-runs.most // size), lambda i, total: join(total, of_some(i)), joined)
+        return jax.lax.fori_loop(1, -(-numbers.most // size), lambda i, total: join(total, of_some(i)), joined)
 
 
 def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys: Keys) -> Any:
-    """Computes the pieces of a step: where its case is known beforehand, with that case alone."""
+    """Computes the sub-blocks of a step: where its case is known beforehand, with that case alone."""
     schedule, batch = step.schedule, keys.key.shape[0]
     views = step.queries.of_batch(batch), step.keys.of_batch(batch)
     # By the order of the shards: the same, keys that are earlier, and later ones.
-    ways = list(_own_pieces(schedule, *views)), *_other_pieces(schedule, *views)
+    ways = list(_own_blocks(schedule, *views)), *_other_blocks(schedule, *views)
     if not schedule.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
         ways = (ways[0],) * 3
     possible = ways if not isinstance(step.hops, int) else ways[1:] if step.hops else ways[:1]
@@ -143,22 +145,22 @@ def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys:
         case, cases = jnp.where(step.is_new, case, len(cases)), [*cases, []]
     if len(cases) == 1:
         return compute(cases[0], queries, keys)
-    return jax.lax.switch(case, [functools.partial(compute, pieces) for pieces in cases], queries, keys)
+    return jax.lax.switch(case, [functools.partial(compute, blocks) for blocks in cases], queries, keys)
 
 
-def _own_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[Piece]:
-    """The pieces of one shard's rows: the same rows on both sides, and those before and behind them."""
+def _own_blocks(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[SubBlock]:
+    """The sub-blocks of one shard's rows: the same rows on both sides, and those before and behind them."""
     start, stop = max(queries.place.start, keys.place.start), min(queries.place.stop, keys.place.stop)
     window = window_of(schedule)
-    piece = functools.partial(_piece, queries, keys)
-    yield piece((start, stop), (start, stop), is_same=True, is_causal=schedule.is_causal, window=window)
+    block = functools.partial(_sub_block, queries, keys)
+    yield block((start, stop), (start, stop), is_same=True, is_causal=schedule.is_causal, window=window)
     (first, last), (first_key, last_key) = ((view.place.start, view.place.stop) for view in (queries, keys))
     others = [((stop, last), (first_key, stop)), ((start, stop), (first_key, start))]  # with earlier keys
     if not schedule.is_causal:
         others += [((first, start), (start, last_key)), ((start, stop), (stop, last_key))]
     for some, some_keys in others:
         if some[0] < some[1] and some_keys[0] < some_keys[1]:
-            yield from _across(schedule, piece, some, some_keys)
+            yield from _across(schedule, block, some, some_keys)
 
 
 # Two shards of a balanced ring, each with an early and a late half of rows: of the shard whose early half is earlier,
@@ -167,34 +169,36 @@ def _own_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -
 # before: each time half of the pairs, without a mask.
 
 
-def _other_pieces(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of two shards' rows, where the keys are earlier and where they are later."""
+def _other_blocks(
+    schedule: BranchSchedule, queries: ChunkView, keys: ChunkView
+) -> tuple[list[SubBlock], list[SubBlock]]:
+    """The sub-blocks of two shards' rows, where the keys are earlier and where they are later."""
     whole = [(view.place.start, view.place.stop) for view in (queries, keys)]
-    piece = functools.partial(_piece, queries, keys)
+    block = functools.partial(_sub_block, queries, keys)
     if schedule.is_zigzag:
         half = len(queries.place) // 2
-        return [piece(whole[0], (0, half))], [piece((half, 2 * half), whole[1])]
-    earlier = list(_across(schedule, piece, *whole))
+        return [block(whole[0], (0, half))], [block((half, 2 * half), whole[1])]
+    earlier = list(_across(schedule, block, *whole))
     return earlier, ([] if schedule.is_causal else earlier)
 
 
 def _across(
-    schedule: BranchSchedule, piece: Callable[..., Piece], queries: tuple[int, int], keys: tuple[int, int]
-) -> Iterator[Piece]:
-    """The piece of rows of other tokens: all of them, or as far as a window of earlier ones goes."""
+    schedule: BranchSchedule, block: Callable[..., SubBlock], queries: tuple[int, int], keys: tuple[int, int]
+) -> Iterator[SubBlock]:
+    """The sub-block of rows of other tokens: all of them, or as far as a window of earlier ones goes."""
     window = window_of(schedule)
     if window is None:
-        yield piece(queries, keys)
+        yield block(queries, keys)
     elif window > 1:
         # Query i sees the last w - 1 keys but for i of them: those up to the diagonal, counted from the end.
-        yield piece((queries[0], queries[0] + window - 1), (keys[1] - window + 1, keys[1]), is_reversed=True)
+        yield block((queries[0], queries[0] + window - 1), (keys[1] - window + 1, keys[1]), is_reversed=True)
 
 
-def _piece(
+def _sub_block(
     queries: ChunkView, keys: ChunkView, query_rows: tuple[int, int], key_rows: tuple[int, int], **more: Any
-) -> Piece:
+) -> SubBlock:
     cut = lambda view, rows: slice(rows[0] - view.place.start, rows[1] - view.place.start)
     of_queries, of_keys = cut(queries, query_rows), cut(keys, key_rows)
     if queries.labels is None or keys.labels is None:
-        return Piece(of_queries, of_keys, **more)
-    return Piece(of_queries, of_keys, (queries.labels.cut(of_queries), keys.labels.cut(of_keys)), **more)
+        return SubBlock(of_queries, of_keys, **more)
+    return SubBlock(of_queries, of_keys, (queries.labels.cut(of_queries), keys.labels.cut(of_keys)), **more)
