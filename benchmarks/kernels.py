@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.environment import run_module
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, ring_dilated_attention
-from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows, make_mask
 from ringjax._kernels.block_list import FULL, BlockList, list_blocks
 from ringjax._kernels.interface import Request
 from ringjax._kernels.mosaic import ROWS_BY_KIND, MosaicTpu
@@ -189,12 +189,12 @@ def steps_of(schedule: Any, pattern: DilatedPattern, stationary: int) -> int:
     shape, mosaic = jax.ShapeDtypeStruct((1, schedule.queries.length, 1, WIDTH), jnp.bfloat16), MosaicTpu()
     schedule, _ = mosaic.serve(Request(shape, shape, shape, "tpu"), schedule)
     rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
-    slots = Slots(rows, rows.shard[None], False)
+    padded = PaddedRows(rows, rows.shard[None], False)
 
     @jax.jit
     def list_steps() -> BlockList:
-        of_keys = slots._replace(rows=slots.rows.of_keys())
-        blocks = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys))).blocks
+        of_keys = padded._replace(rows=padded.rows.of_keys())
+        blocks = make_mask(AttentionStep(schedule, mosaic.see(padded), mosaic.see(of_keys))).blocks
         return list_blocks(blocks if stationary == 0 else blocks.transposed(), STEP_ROWS // 512)
 
     steps = list_steps()

@@ -38,7 +38,7 @@ import numpy as np
 import ringjax
 from benchmarks.timing import table
 from ringjax._kernels import rows as own_rows
-from ringjax._kernels.attention_step import AttentionStep, Slots
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows
 from ringjax._kernels.hopper import chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
@@ -222,15 +222,15 @@ def emulated_ring() -> Rows:
 
 def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
     """The rows that a shard computes: its two halves after the swap."""
-    half = schedule.queries.num_slots // 2
-    first = [schedule.origin(shard, slot) for slot in (0, half)]
-    tokens = [array[:, holder * schedule.queries.num_slots + slot :][:, :half] for holder, slot in first]
+    half = schedule.queries.num_padded_rows // 2
+    first = [schedule.origin(shard, row) for row in (0, half)]
+    tokens = [array[:, holder * schedule.queries.num_padded_rows + row :][:, :half] for holder, row in first]
     return implementation.lay_out(schedule.queries, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
 
 
 def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
     heads = own_rows.BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
-    slots = lambda holder: Slots(
+    padded = lambda holder: PaddedRows(
         own_rows.Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True
     )
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
@@ -239,8 +239,8 @@ def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implement
         partial = implementation.start(query, Keys(*chunks[0][1:3]))
         for hops in range(schedule.num_shards):
             source = schedule.source(shard, hops)
-            of_keys = slots(source)._replace(rows=slots(source).rows.of_keys())
-            sides = implementation.see(slots(shard)), implementation.see(of_keys)
+            of_keys = padded(source)._replace(rows=padded(source).rows.of_keys())
+            sides = implementation.see(padded(shard)), implementation.see(of_keys)
             keys, step = Keys(*chunks[source][1:]), AttentionStep(schedule, *sides, hops=hops)
             partial = implementation.forward(query, keys, step, weighting, partial)
         return implementation.finish(partial)

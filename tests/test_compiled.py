@@ -16,7 +16,7 @@ from oracle import make_mesh
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
-from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask, see_keys, see_queries
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows, make_mask, see_keys, see_queries
 from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._parallel import rule
@@ -57,7 +57,7 @@ def compile_backward(mesh, length, heads, **arguments):
 
 
 def row_bytes(heads, kv_heads, batch=1):
-    """The bytes of one slot in float32: for the backward, and of its query."""
+    """The bytes of one padded row in float32: for the backward, and of its query."""
     row = lambda heads: batch * heads * WIDTH * FLOAT
     query, keys, lse = row(heads), 2 * row(kv_heads), batch * heads * FLOAT
     return RowBytes(2 * query + 2 * lse, keys, query_grad=query, keys_grad=keys), query
@@ -87,7 +87,7 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     arguments = {"segment_lengths": (segment_length,), "dilation_rates": (rate,), "is_causal": is_causal}
     (schedule,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), length, 8, heads[1], is_causal)
     row, query = row_bytes(*heads)
-    parts, slots, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
+    parts, padded, fills_shards = linked_shards(segment_length, rate, length, 8, heads[1])
     hops = max(map(len, parts)) - 1
     assert hops > 0
     work = Work(DilatedPattern([schedule.branch]), heads[1], 1, heads[0], WIDTH, WIDTH, FLOAT)
@@ -97,14 +97,14 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     mesh = make_mesh(seq=8)
     forward = compile_attention(mesh, length, heads=heads, **arguments)
     # Where causal shards swap halves to have the same work, these go there and the results back.
-    swapped = slots // 2 if is_causal and fills_shards else 0
+    swapped = padded // 2 if is_causal and fills_shards else 0
     # Of one branch, nobody asks for the lse.
-    expected = hops * slots * row.keys + swapped * (query + row.keys + query)
+    expected = hops * padded * row.keys + swapped * (query + row.keys + query)
     stated = lambda direction, has_gradient: sum_sent(messages(work, (schedule,), has_gradient), direction)
     assert sent(forward) == expected == stated("forward", False)
     backward = compile_backward(mesh, length, heads, **arguments)
     travels = min(row.queries + row.query_grad, row.keys + row.keys_grad)
-    assert sent(backward) == hops * slots * travels + swapped * sum(row) == stated("backward", True)
+    assert sent(backward) == hops * padded * travels + swapped * sum(row) == stated("backward", True)
     part_of = {shard: number for number, part in enumerate(parts) for shard in part}
     for permute in (*permutes(forward.as_text()), *permutes(backward.as_text())):
         assert all(part_of[source] == part_of[destination] for source, destination in permute.pairs)
@@ -180,7 +180,7 @@ def test_rows_hop_to_those_that_see_them_alone(branch, shard_length, is_causal, 
     if heads[1] > 1:
         assert hops == expected
     row, _ = row_bytes(*heads)
-    # In blocks that hold the rows of a shard, so that no slot is empty.
+    # In blocks that hold the rows of a shard, so that no row is padding.
     arguments = {"pattern": [branch], "is_causal": is_causal, "heads": heads, "block_size": 512}
     forward = compile_attention(mesh, length, **arguments)
     assert sent(forward) == sum(hops.values()) * row.keys
@@ -298,7 +298,7 @@ def test_no_array_of_logits_exceeds_a_block():
 
 
 def test_segments_that_do_not_divide_the_tokens_are_not_gathered():
-    """Their rows are the tokens, with empty slots behind them."""
+    """Their rows are the tokens, with padding behind them."""
     text = compile_attention(make_mesh(seq=1), 37, gradient=True, pattern=[Segments(10)]).as_text()
     assert not re.findall(r" (gather|scatter)\(", text)
 
@@ -309,8 +309,8 @@ def test_masked_blocks_are_skipped():
     for is_causal in (False, True):
         branches = make_schedule(pattern, 4096, 1, 1, is_causal)
         rows = Plan(pattern, branches, 1, Weighting(1.0), Placement()).rows(branches[0])
-        slots = Slots(rows, rows.shard[None], False)
-        blocks = make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).blocks
+        padded = PaddedRows(rows, rows.shard[None], False)
+        blocks = make_mask(AttentionStep(padded.schedule, see_queries(padded), see_keys(padded))).blocks
         counts[is_causal] = int(blocks.is_active.sum()), int(blocks.is_full.sum())
     assert counts[False] == (64, 64)
     assert counts[True] == (36, 28)

@@ -23,7 +23,7 @@ from oracle import (
 
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, dilated_attention_reference, ring_dilated_attention
-from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask, see_keys, see_queries
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows, make_mask, see_keys, see_queries
 from ringjax._kernels.softmax import Weighting
 from ringjax._mesh.placement import Placement
 from ringjax._parallel.plan import Plan
@@ -425,8 +425,8 @@ def visits_of(documents, branches=(Segments(128),), block_size=16, shards=1, **a
     schedule = make_schedule(pattern, documents.shape[1], shards, 1, True, block_size)[-1]
     rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
     tiles = documents.reshape(documents.shape[0], -1, 1, 1, schedule.queries.block_rows).swapaxes(0, 1)
-    slots = Slots(rows, rows.shard[None], False, jnp.asarray(tiles))
-    return make_mask(AttentionStep(slots.schedule, see_queries(slots), see_keys(slots))).blocks
+    padded = PaddedRows(rows, rows.shard[None], False, jnp.asarray(tiles))
+    return make_mask(AttentionStep(padded.schedule, see_queries(padded), see_keys(padded))).blocks
 
 
 def test_blocks_whose_documents_do_not_meet_are_skipped():

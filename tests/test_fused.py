@@ -184,7 +184,7 @@ def test_branches_that_it_cannot_compute_are_left_to_xla(kernel):
     arrays = list(map(jnp.asarray, random_arguments(32)))
     assert_close(ring_results(arrays, mesh=make_mesh(seq=4), **arguments), reference_results(arrays, **arguments))
     assert kernel.calls
-    with pytest.raises(ValueError, match="'cudnn' cannot serve: the branch .* on 4 shards has slots without rows"):
+    with pytest.raises(ValueError, match="'cudnn' cannot serve: the branch .* on 4 shards has rows of padding"):
         ring_dilated_attention(*arrays, mesh=make_mesh(seq=4), implementation="cudnn", **arguments)
 
 
@@ -256,7 +256,7 @@ SORTED = {"document_ids": np.zeros((1, 64), np.int32), "documents_are_sorted": T
         (Window(10), {"is_causal": True}, "sees more than half of the tokens of a device before"),
         (Window(4), {}, "sees later tokens as well"),
         (Window(4), {**SORTED, "is_causal": True}, "is cut by documents"),
-        (Window(4, rate=3), {"is_causal": True}, "has slots without rows, or rows that meet and do not all attend"),
+        (Window(4, rate=3), {"is_causal": True}, "has rows of padding, or rows that meet and do not all attend"),
     ],
     ids=lambda argument: str(argument) if isinstance(argument, Window) else "",
 )

@@ -17,7 +17,7 @@ from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_refer
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._kernels import mosaic
-from ringjax._kernels.attention_step import AttentionStep, Slots, make_mask
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows, make_mask
 from ringjax._kernels.block_list import FULL, NOTHING, PARTIAL, SOME, Step, list_blocks, stationary_of, streamed_of
 from ringjax._kernels.implementation import IMPLEMENTATIONS
 from ringjax._kernels.interface import Request
@@ -286,9 +286,11 @@ def test_no_step_is_in_vain(pattern, documents):
 
     def list_steps():
         rows = Plan(pattern, (schedule,), 1, Weighting(1.0), Placement()).rows(schedule)._replace(is_whole=True)
-        slots = Slots(rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None])
-        of_keys = slots._replace(rows=slots.rows.of_keys())
-        mask = make_mask(AttentionStep(schedule, mosaic.see(slots), mosaic.see(of_keys)))
+        padded = PaddedRows(
+            rows, rows.shard[None], False, None if documents is None else jnp.asarray(documents)[None, None]
+        )
+        of_keys = padded._replace(rows=padded.rows.of_keys())
+        mask = make_mask(AttentionStep(schedule, mosaic.see(padded), mosaic.see(of_keys)))
         parts = 4 if mask.blocks.is_active.shape[2] % 4 == 0 else 2
         return mask.queries, mask.keys, mask.blocks.is_active, list_blocks(mask.blocks, parts).length
 

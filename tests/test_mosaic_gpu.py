@@ -78,7 +78,7 @@ def test_tiles_equal_oracle(name, interpret):
     check(make_arrays(**arguments), **arguments)
 
 
-ROWS_AXIS = MosaicGpu.slots_axis
+ROWS_AXIS = MosaicGpu.rows_axis
 
 
 def delta_of(out, out_grad):

@@ -34,12 +34,12 @@ def geometries(draw):
 
 
 def tokens_of(schedule: BranchSchedule, side: Side, shard: int, offset: int, is_computed: bool = True) -> np.ndarray:
-    """The tokens in all slots of a shard, where it computes or keeps them, by chunks; -1 in a slot without one."""
+    """The tokens in all padded rows of a shard, where it computes or keeps them, by chunks; -1 in padding."""
     chunk = np.arange(side.num_chunks)[:, None]
-    holder, slot = shard, np.arange(side.num_blocks * side.block_rows)
+    holder, row = shard, np.arange(side.num_blocks * side.block_rows)
     if is_computed:
-        holder, slot = schedule.origin(shard, slot)
-    token, is_row = side.slot_token(holder, chunk, slot, offset)
+        holder, row = schedule.origin(shard, row)
+    token, is_row = side.row_token(holder, chunk, row, offset)
     return np.where(is_row, token, -1)
 
 
@@ -106,11 +106,11 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
                 own = np.arange(shard * side.shard_length, (shard + 1) * side.shard_length)
                 kept = own[side.is_kept(own, offset)]
                 np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), kept)
-                chunk, slot = side.token_slot(shard, kept, offset)
-                np.testing.assert_array_equal(tokens[chunk, slot], kept)
+                chunk, row = side.token_row(shard, kept, offset)
+                np.testing.assert_array_equal(tokens[chunk, row], kept)
                 if side.is_strided and side.chunks != "phases":  # one of each step, in order
-                    np.testing.assert_array_equal(kept, own[0] + offset + (chunk * side.chunk_rows + slot) * side.step)
-        # No slot is there for nothing, but where the padding of the length takes rows away.
+                    np.testing.assert_array_equal(kept, own[0] + offset + (chunk * side.chunk_rows + row) * side.step)
+        # No padding is there for nothing, but where the padding of the length takes rows away.
         assert fullest == side.chunk_rows or length % side.chunk_length or length < num_shards * side.shard_length
 
 
@@ -193,15 +193,15 @@ def test_only_kept_rows_have_slots():
     (schedule,) = make_schedule(DilatedPattern.of_lengths((4096,), (16,)), 8192, 8, 4)
     assert schedule.ring_size == 4
     assert schedule.queries.chunk_rows == 1024 // 16
-    assert schedule.queries.num_slots == 64
+    assert schedule.queries.num_padded_rows == 64
 
 
 @pytest.mark.parametrize(("segment_length", "rate"), [(8192, 1), (8192, 3), (64, 1), (7, 2), (640, 1)])
 def test_tiles_hold_all_slots_and_little_more(segment_length, rate):
     (schedule,) = make_schedule(DilatedPattern.of_lengths((segment_length,), (rate,)), 8192, 2, 1)
     side = schedule.queries
-    slots = side.num_blocks * side.block_rows
-    assert side.chunk_rows <= slots < side.chunk_rows + side.num_blocks
+    num_rows = side.num_blocks * side.block_rows
+    assert side.chunk_rows <= num_rows < side.chunk_rows + side.num_blocks
     assert side.block_rows * side.chunks_per_tile <= 512
     assert side.num_tiles * side.chunks_per_tile == side.num_chunks * side.num_blocks
 
@@ -264,10 +264,10 @@ def met_pairs(schedule: BranchSchedule, shard: int, offsets: tuple[int, ...]) ->
     """The pairs in the tiles of a shard of which some query sees from its first to its last key one of the other's."""
 
     def tiles(side: Side, shard: int) -> np.ndarray:
-        slots = np.stack([tokens_of(schedule, side, shard, offset) for offset in offsets])
-        empty = np.full((len(offsets), side.num_full_chunks - side.num_chunks, slots.shape[2]), -1)
+        rows = np.stack([tokens_of(schedule, side, shard, offset) for offset in offsets])
+        empty = np.full((len(offsets), side.num_full_chunks - side.num_chunks, rows.shape[2]), -1)
         sizes = len(offsets), side.num_tile_groups, side.chunks_per_tile, side.num_blocks, side.block_rows
-        return np.concatenate([slots, empty], axis=1).reshape(sizes).transpose(1, 2, 3, 0, 4)  # [groups, C, I, O, R]
+        return np.concatenate([rows, empty], axis=1).reshape(sizes).transpose(1, 2, 3, 0, 4)  # [groups, C, I, O, R]
 
     queries = tiles(schedule.queries, shard)
     first, last = schedule.branch.seen(queries, schedule.is_causal)
@@ -321,9 +321,9 @@ def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
         for shard, partner in partners.items():
             assert partners[partner] == shard
             assert schedule.ring(partner) == schedule.ring(shard)
-        places = set(itertools.product(range(num_shards), range(schedule.queries.num_slots)))
+        places = set(itertools.product(range(num_shards), range(schedule.queries.num_padded_rows)))
         unsorted = dataclasses.replace(schedule, sorts_halves=False)
-        held = lambda one, shard: [one.origin(shard, slot) for slot in range(one.queries.num_slots)]
+        held = lambda one, shard: [one.origin(shard, row) for row in range(one.queries.num_padded_rows)]
         assert {place for shard in range(num_shards) for place in held(schedule, shard)} == places
         for shard in range(num_shards):
             assert held(schedule, shard) == sorted(held(unsorted, shard))

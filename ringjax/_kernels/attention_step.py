@@ -1,7 +1,7 @@
-"""An attention step: a shard of queries and one of keys, the tokens in their slots, and the mask between them.
+"""An attention step: a shard of queries and one of keys, the tokens of their rows, and the mask between them.
 
 B batch, K key/value heads that run the branch, O those of them that are told apart, classes of heads with the same
-rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R rows (slots) of a block.
+rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R padded rows of a block.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     documents: Int[Array, "J B C classes R"] | None = None
 
 
-class Slots(NamedTuple):
+class PaddedRows(NamedTuple):
     """Where rows are when they are computed: whose they are, and whether the halves of balanced shards are swapped."""
 
     rows: Rows
@@ -74,53 +74,52 @@ class Slots(NamedTuple):
         """Whether they are of keys."""
         return self.rows.is_of_keys
 
-    def bounded(self) -> "Slots":
-        """Returns slots whose tiles have the same bounds on all parts of heads that the compiler may make."""
+    def bounded(self) -> "PaddedRows":
+        """Returns padded rows whose tiles have the same bounds on all parts of heads that the compiler may make."""
         return self._replace(rows=self.rows.of_classes())
 
     def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
-        """Returns the position of the token in each slot of each shard's tiles, and whether there is one.
+        """Returns the position of the token in each padded row of each shard's tiles, and whether there is one.
 
-        None where every slot of every shard has one. Tiles of one group follow each other, whatever shards they are of.
+        None where every row of every shard has one. Tiles of one group follow each other, whatever shards they are of.
         """
         side, offset = self.side, self.rows.offset[:, None]
         shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
         tile = np.arange(side.num_tiles, dtype=np.uint32)[:, None, None, None]
         chunk = tile // side.num_blocks * side.chunks_per_tile
         chunk = chunk + np.arange(side.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
-        slot = np.uint32(side.block_rows) * (tile % side.num_blocks)  # [I, 1, 1, 1]
-        slots = jnp.arange(side.block_rows, dtype=jnp.uint32)
+        first = np.uint32(side.block_rows) * (tile % side.num_blocks)  # [I, 1, 1, 1]
+        row = jnp.arange(side.block_rows, dtype=jnp.uint32)
         if side.is_strided:
-            start, end = self._spans(shard, chunk, slot)
-            token = start + (offset + slots * np.uint32(side.step))  # [S, I, C, O, R]
+            start, end = self._token_bounds(shard, chunk, first)
+            token = start + (offset + row * np.uint32(side.step))  # [S, I, C, O, R]
             is_row = None if side.is_full else token < end
         else:
-            # The halves of a shard's slots are whole tiles, each of another shard.
-            shard, slot = self.schedule.origin(shard, slot) if self.is_swapped else (shard, slot)
-            token, is_row = side.slot_token(shard, chunk, slots + slot, offset)
+            # The halves of a shard's rows are whole tiles, each of another shard.
+            shard, first = self.schedule.origin(shard, first) if self.is_swapped else (shard, first)
+            token, is_row = side.row_token(shard, chunk, first + row, offset)
         if is_row is not None and side.num_full_chunks > side.num_chunks:
             is_row &= chunk < side.num_chunks
         flat = lambda array: rearrange(array, "S (groups I) C O R -> (groups S I) C O R", groups=side.num_tile_groups)
         return flat(token), None if is_row is None else flat(is_row)
 
-    def _spans(self, shard: Any, chunk: Any, slot: Any) -> tuple[Array, Array]:
+    def _token_bounds(self, shard: Any, chunk: Any, row: Any) -> tuple[Array, Array]:
         """Returns the first token of each tile's blocks, and where their chunks or the tokens end."""
         side = self.side
         step, stop = np.uint32(side.step), np.uint32(side.stop) if isinstance(side.stop, int) else side.stop
         if not self.is_swapped:
             begin = shard * np.uint32(side.shard_length) + side.first(0, chunk)
             end = begin + np.uint32(side.chunk_length)
-            return begin + slot * step, end if side.is_full else jnp.minimum(end, stop)
-        # By a table of the shards and the slots that their two halves are from.
+            return begin + row * step, end if side.is_full else jnp.minimum(end, stop)
+        # By a table of the shards and the padded rows that their two halves are from.
         shards = np.arange(side.num_shards)[:, None]
-        holder, first_slot = self.schedule.origin(shards, np.array([0, side.num_slots // 2]))
+        holder, first_row = self.schedule.origin(shards, np.array([0, side.num_padded_rows // 2]))
         begin = side.first(holder)
-        table = np.stack([begin + first_slot * step, np.minimum(begin + side.chunk_length, stop)])
+        table = np.stack([begin + first_row * step, np.minimum(begin + side.chunk_length, stop)])
         tiles = side.num_tiles // 2
-        start, end = jnp.repeat(pick(table.astype(np.uint32), self.shards, axis=1), tiles, axis=2)[
-            ..., None, None, None
-        ]
-        return start + np.tile(slot[:tiles], (2, 1, 1, 1)) * step, end
+        of_halves = pick(table.astype(np.uint32), self.shards, axis=1)
+        start, end = jnp.repeat(of_halves, tiles, axis=2)[..., None, None, None]
+        return start + np.tile(row[:tiles], (2, 1, 1, 1)) * step, end
 
     def labels(
         self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True
@@ -196,21 +195,21 @@ class AttentionStep(NamedTuple):
         return self.is_branch_final and self.schedule.is_local
 
 
-def see_queries(slots: Slots, counters: DropoutCounters | None = None) -> View:
+def see_queries(padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
     """Returns the side of queries, whose dropout is drawn from `counters`."""
-    mask = mask_queries(slots, counters)
-    bounded = mask if slots.rows.is_whole else mask_queries(slots.bounded())
+    mask = mask_queries(padded, counters)
+    bounded = mask if padded.rows.is_whole else mask_queries(padded.bounded())
     # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
-    is_by_batch = slots.documents is not None and slots.rows.is_whole
-    return View(mask, bounds_of_queries(bounded, slots.side.num_tile_groups), is_by_batch)
+    is_by_batch = padded.documents is not None and padded.rows.is_whole
+    return View(mask, bounds_of_queries(bounded, padded.side.num_tile_groups), is_by_batch)
 
 
-def see_keys(slots: Slots) -> View:
+def see_keys(padded: PaddedRows) -> View:
     """Returns the side of keys."""
-    mask, is_member = mask_keys(slots), slots.rows.heads.is_member
-    bounded = mask if slots.rows.is_whole else mask_keys(slots.bounded())
+    mask, is_member = mask_keys(padded), padded.rows.heads.is_member
+    bounded = mask if padded.rows.is_whole else mask_keys(padded.bounded())
     is_full = True if is_member is None else is_member.all()
-    return View(mask, bounds_of_keys(bounded, slots.side.num_tile_groups, is_full))
+    return View(mask, bounds_of_keys(bounded, padded.side.num_tile_groups, is_full))
 
 
 def make_mask(step: AttentionStep) -> Mask:
@@ -222,14 +221,16 @@ def make_mask(step: AttentionStep) -> Mask:
     return Mask(queries.mask, keys.mask, blocks, queries.is_by_batch)
 
 
-def mask_queries(slots: Slots, counters: DropoutCounters | None = None, are_chunks_apart: bool = True) -> QueryMask:
+def mask_queries(
+    padded: PaddedRows, counters: DropoutCounters | None = None, are_chunks_apart: bool = True
+) -> QueryMask:
     """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
-    schedule = slots.schedule
-    token, is_row = slots.tokens()
-    document, phase, left_out = slots.labels(token, are_chunks_apart=are_chunks_apart)
-    is_row = slots.of_members(is_row, document)
+    schedule = padded.schedule
+    token, is_row = padded.tokens()
+    document, phase, left_out = padded.labels(token, are_chunks_apart=are_chunks_apart)
+    is_row = padded.of_members(is_row, document)
     stream = () if counters is None else counters.stream(token)
-    first, last = _interval(slots.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
+    first, last = _interval(padded.side.branch.seen(token, schedule.is_causal), schedule.is_causal)
     if is_row is not None:
         first, last = (jnp.where(is_row, array, empty) for array, empty in zip((first, last), EMPTY, strict=True))
     elif schedule.is_dense and are_chunks_apart:  # where rows share a tile, they share a segment
@@ -237,12 +238,12 @@ def mask_queries(slots: Slots, counters: DropoutCounters | None = None, are_chun
     return QueryMask(first, last, document, phase, left_out, stream)
 
 
-def mask_keys(slots: Slots, are_chunks_apart: bool = True) -> KeyMask:
+def mask_keys(padded: PaddedRows, are_chunks_apart: bool = True) -> KeyMask:
     """Returns what attends to each key, as `mask_queries` does for queries."""
-    token, is_row = slots.tokens()
-    document, phase, left_out = slots.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
+    token, is_row = padded.tokens()
+    document, phase, left_out = padded.labels(token, of_keys=True, are_chunks_apart=are_chunks_apart)
     position = token.astype(jnp.int32)[:, None]
-    return KeyMask(position, slots.of_members(is_row, document), document, phase, left_out)
+    return KeyMask(position, padded.of_members(is_row, document), document, phase, left_out)
 
 
 def _interval(positions: tuple[Any, Any], is_causal: bool = False) -> tuple[Int[Array, "J 1 C O R"], ...]:

@@ -1,6 +1,6 @@
 """Implementations by a fused kernel, for whole chunks whose pairs all attend, or attend by rules that the kernel knows.
 
-Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R the slots of a chunk, N all heads.
+Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R the padded rows of a chunk, N all heads.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots
+from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, PaddedRows
 from ringjax._kernels.interface import Request
 from ringjax._kernels.kernel import KernelGradients, KernelImplementation, KernelPartial
 from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype, merge
@@ -68,7 +68,7 @@ class Fused(KernelImplementation):
 
     kernel: Kernel
 
-    slots_axis = 1
+    rows_axis = 1
     platform = "cuda"
     addition = "at once"
 
@@ -87,10 +87,10 @@ class Fused(KernelImplementation):
     def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
         return rearrange(tiles, "(B C) R N D -> B (C R) N D", C=side.num_chunks)
 
-    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> ChunkView:
+    def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> ChunkView:
         """Returns what is seen of queries, or of keys."""
         del counters
-        return see(slots)
+        return see(padded)
 
     def forward(
         self,
@@ -223,8 +223,8 @@ def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | Non
         f"{name} of a union leaves out pairs of earlier branches": schedule.earlier_branches,
         f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
-        f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend": (
-            (is_strided and not schedule.is_dense) or (schedule.is_zigzag and side.chunk_rows != side.num_slots)
+        f"{name} on {schedule.num_shards} shards has rows of padding, or rows that meet and do not all attend": (
+            (is_strided and not schedule.is_dense) or (schedule.is_zigzag and side.chunk_rows != side.num_padded_rows)
         ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
@@ -239,7 +239,7 @@ def _obstacle_of_window(schedule: BranchSchedule, window: int, name: str, has_do
     if has_documents:
         return f"{name} is cut by documents"
     if not side.is_full or (schedule.branch.modulus > 1 and side.chunks != "phases"):
-        return f"{name} on {schedule.num_shards} shards has slots without rows, or rows that meet and do not all attend"
+        return f"{name} on {schedule.num_shards} shards has rows of padding, or rows that meet and do not all attend"
     if not schedule.is_local and 2 * (window - 1) > side.chunk_rows:
         return f"{name} sees more than half of the tokens of a device before"
     return None

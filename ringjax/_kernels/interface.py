@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots
+from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, PaddedRows
 from ringjax._kernels.softmax import Keys, Queries, Weighting, residuals
 from ringjax._kernels.strides import Strides
 from ringjax._schedule.schedule import Addition, BranchSchedule
@@ -70,10 +70,10 @@ class Implementation(abc.ABC):
     """Lays rows out as it wants them, adds what attention steps contribute, and says what it cannot serve.
 
     Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
-    the axis of their slots.
+    the axis of their padded rows.
     """
 
-    slots_axis: int  # along which the slots of a shard follow each other; the width is last, or before slots that are
+    rows_axis: int  # along which the rows of a shard follow each other; the width is last, or before rows that are
     platform: str | None  # the one that it runs on, as jax names it; None for any
     addition: Addition = "one by one"  # how results of branches are added
 
@@ -95,8 +95,8 @@ class Implementation(abc.ABC):
         """Undoes `lay_out`."""
 
     @abc.abstractmethod
-    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> Any:
-        """Returns what it sees of slots of queries, whose dropout is drawn from `counters`, or of keys."""
+    def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> Any:
+        """Returns what it sees of padded rows of queries, whose dropout is drawn from `counters`, or of keys."""
 
     @abc.abstractmethod
     def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Any:
@@ -126,7 +126,7 @@ class Implementation(abc.ABC):
     def make_queries(self, *arrays: Array) -> Any:
         """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
         query, out_grad, *narrow = arrays
-        return Queries(query, out_grad, *(per_row(array, self.slots_axis) for array in narrow))
+        return Queries(query, out_grad, *(per_row(array, self.rows_axis) for array in narrow))
 
     @abc.abstractmethod
     def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
@@ -144,11 +144,11 @@ class Implementation(abc.ABC):
         """Returns the gradients of queries, keys and values, laid out as these are."""
 
 
-def width_axis(slots_axis: int) -> int:
+def width_axis(rows_axis: int) -> int:
     """Returns the axis of the width of rows that are laid out."""
-    return -2 if slots_axis == -1 else -1
+    return -2 if rows_axis == -1 else -1
 
 
-def per_row(tiles: Array, slots_axis: int) -> Array:
+def per_row(tiles: Array, rows_axis: int) -> Array:
     """Returns the values of rows that are laid out, one in each: they have no width."""
-    return jax.lax.index_in_dim(tiles, 0, width_axis(slots_axis), keepdims=False)
+    return jax.lax.index_in_dim(tiles, 0, width_axis(rows_axis), keepdims=False)

@@ -32,9 +32,9 @@ class KernelImplementation(Implementation):
     ) -> KernelPartial:
         if before is not None:
             out, lse = before
-            return KernelPartial(out, per_row(lse, self.slots_axis))
-        row = jnp.zeros_like(per_row(query, self.slots_axis), accumulation_dtype(query, *keys))
-        shape, axis = list(query.shape), width_axis(self.slots_axis)
+            return KernelPartial(out, per_row(lse, self.rows_axis))
+        row = jnp.zeros_like(per_row(query, self.rows_axis), accumulation_dtype(query, *keys))
+        shape, axis = list(query.shape), width_axis(self.rows_axis)
         shape[axis] = keys.value.shape[axis]
         return KernelPartial(jnp.zeros_like(row, shape=tuple(shape)), row - jnp.inf)
 

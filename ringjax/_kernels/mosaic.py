@@ -1,9 +1,9 @@
 """The implementation "mosaic": kernels in Pallas that know every mask, over lists of active blocks.
 
 Laid out as these kernels have them: queries [B, N, T, H] and keys [B, K, S, H] for TPUs, [B, N, H, T] and [B, K, H, S]
-where heads are narrow there, [B, T, N, H] and [B, S, K, H] for GPUs, T and S the slots of a shard, chunk after chunk.
-Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is said
-by the masks.
+where heads are narrow there, [B, T, N, H] and [B, S, K, H] for GPUs, T and S the padded rows of a shard, chunk after
+chunk. Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is
+said by the masks.
 """
 
 import abc
@@ -19,7 +19,7 @@ from jaxtyping import Array, Shaped
 from ringjax._kernels.attention_step import (
     AttentionStep,
     DropoutCounters,
-    Slots,
+    PaddedRows,
     View,
     make_mask,
     mask_keys,
@@ -74,7 +74,7 @@ class Mosaic(KernelImplementation):
     interpret: Any = False
 
     dtypes: ClassVar[tuple[str, str]]  # those that it computes in
-    order: ClassVar[str]  # of dimensions, rows along the `slots_axis`
+    order: ClassVar[str]  # of dimensions, rows along the `rows_axis`
     width_multiple: ClassVar[int] = 1  # heads are padded to a multiple of it
 
     @property
@@ -115,24 +115,25 @@ class Mosaic(KernelImplementation):
         del side
         return rearrange(tiles, f"{self.order} -> B m N D")
 
-    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> View:
+    def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
         """Returns the masks of tiles of queries, or of keys."""
-        if not slots.is_of_keys:
-            mask = self._tile(mask_queries(self._unfold(slots), counters, are_chunks_apart=False), _tile_rows(slots)[0])
-            return View(mask, bounds_of_queries(mask, 1), slots.documents is not None)
-        mask = mask_keys(self._unfold(slots), are_chunks_apart=False)
-        # True for all slots that do not say otherwise: `_tile` adds rows with False.
+        if not padded.is_of_keys:
+            mask = mask_queries(self._unfold(padded), counters, are_chunks_apart=False)
+            mask = self._tile(mask, _tile_rows(padded)[0])
+            return View(mask, bounds_of_queries(mask, 1), padded.documents is not None)
+        mask = mask_keys(self._unfold(padded), are_chunks_apart=False)
+        # True for all padded rows that do not say otherwise: `_tile` adds rows with False.
         is_key = jnp.ones_like(mask.position, bool)
         mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
-        mask = self._tile(mask, _tile_rows(slots)[1])
-        is_member = slots.rows.heads.is_member
+        mask = self._tile(mask, _tile_rows(padded)[1])
+        is_member = padded.rows.heads.is_member
         return View(mask, bounds_of_keys(mask, 1, True if is_member is None else is_member.all()))
 
     def forward(
         self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: KernelPartial
     ) -> KernelPartial:
         """Adds the attention of queries on keys to that on others, where there are any."""
-        mask, length = make_mask(step), query.shape[self.slots_axis]
+        mask, length = make_mask(step), query.shape[self.rows_axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (self._pad(array, of_keys) for array in keys)
         before = None
@@ -140,7 +141,7 @@ class Mosaic(KernelImplementation):
             before = self._pad(partial.out, of_queries), self._by_heads(self._pad(partial.lse, of_queries))
         given = self._given(step, self._pad(query, of_queries), key, value, mask, weighting)
         out, lse = self.kernels.forward(given, before)
-        return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_slots(lse), length))
+        return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_rows(lse), length))
 
     def start_gradients(
         self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array | None
@@ -152,7 +153,7 @@ class Mosaic(KernelImplementation):
     def backward(
         self, queries: Queries, keys: Keys, step: AttentionStep, weighting: Weighting, grads: KernelGradients
     ) -> KernelGradients:
-        mask, axis = make_mask(step), self.slots_axis
+        mask, axis = make_mask(step), self.rows_axis
         length, key_length = queries.query.shape[axis], keys.key.shape[axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         padded = Queries(*(self._pad(array, of_queries) for array in queries))
@@ -174,46 +175,46 @@ class Mosaic(KernelImplementation):
         self, step: AttentionStep, query: Array, key: Array, value: Array, mask: Any, weighting: Weighting
     ) -> Given:
         dtype = query.dtype if step.is_final else jnp.float32
-        rows_axis = self.slots_axis % query.ndim
+        rows_axis = self.rows_axis % query.ndim
         return Given(query, key, value, mask, weighting, rows_axis, self.interpret, dtype)
 
-    def _unfold(self, slots: Slots) -> Slots:
-        """Returns slots with their documents in the tiles of the side."""
-        if slots.documents is None:
-            return slots
-        sizes = {"C": slots.side.chunks_per_tile, "R": slots.side.block_rows}
-        by_heads = self._by_heads(slots.documents)
-        return slots._replace(documents=rearrange(by_heads, "B O (J C R) -> J B C O R", **sizes))
+    def _unfold(self, padded: PaddedRows) -> PaddedRows:
+        """Returns padded rows with their documents in the tiles of the side."""
+        if padded.documents is None:
+            return padded
+        sizes = {"C": padded.side.chunks_per_tile, "R": padded.side.block_rows}
+        by_heads = self._by_heads(padded.documents)
+        return padded._replace(documents=rearrange(by_heads, "B O (J C R) -> J B C O R", **sizes))
 
     def _tile(self, mask: Any, most_rows: int) -> Any:
         return _tile(mask, most_rows, self.kernels.parts_of)
 
     def _pad(self, array: Array, of_mask: Array) -> Array:
         """Adds rows of zeros, as many as masks of tiles have, and to heads the width that kernels want."""
-        ends = _ends(array, self.slots_axis, of_mask.shape[0] * of_mask.shape[-1])
+        ends = _ends(array, self.rows_axis, of_mask.shape[0] * of_mask.shape[-1])
         if array.ndim == 4:
-            axis = width_axis(self.slots_axis)
+            axis = width_axis(self.rows_axis)
             ends[axis] = 0, -array.shape[axis] % self.width_multiple
         return jnp.pad(array, ends)
 
     def _cut(self, array: Array, length: int, like: Array | None = None) -> Array:
-        rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.slots_axis), width_axis(self.slots_axis)
+        rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.rows_axis), width_axis(self.rows_axis)
         return rows if like is None else jax.lax.slice_in_dim(rows, 0, like.shape[axis], axis=axis)
 
     # Kernels have per-row values by heads, [B, N, T].
 
     def _by_heads(self, values: Array) -> Array:
-        return jnp.moveaxis(values, self.slots_axis, 2)
+        return jnp.moveaxis(values, self.rows_axis, 2)
 
-    def _by_slots(self, values: Array) -> Array:
-        return jnp.moveaxis(values, 2, self.slots_axis)
+    def _by_rows(self, values: Array) -> Array:
+        return jnp.moveaxis(values, 2, self.rows_axis)
 
 
 class MosaicTpu(Mosaic):
     """The implementation by kernels for TPUs."""
 
     # A TPU's registers have the last two dimensions.
-    order, slots_axis = "B N m D", 2
+    order, rows_axis = "B N m D", 2
     platform = "tpu"
     addition = "in place"
     dtypes = "bfloat16", "float32"
@@ -258,7 +259,7 @@ class NarrowMosaicTpu(MosaicTpu):
     A TPU pads the last dimension of an array to 128: it would have heads of 64 twice, in memory and on their way.
     """
 
-    order, slots_axis = "B N D m", -1
+    order, rows_axis = "B N D m", -1
 
     @property
     def strides(self) -> Strides:
@@ -284,7 +285,7 @@ class MosaicGpu(Mosaic):
     """The implementation by kernels for Hopper GPUs."""
 
     # Rows stay where they are: a GPU copies those of one head from among all.
-    order, slots_axis = "B m N D", 1
+    order, rows_axis = "B m N D", 1
     addition = "at once"
     platform = "cuda"
     dtypes = "bfloat16", "float16"
@@ -320,9 +321,9 @@ class MosaicGpu(Mosaic):
         return LANES, LANES
 
 
-def _tile_rows(slots: Slots) -> tuple[int, int]:
-    assert slots.schedule.tile_rows is not None
-    return slots.schedule.tile_rows
+def _tile_rows(padded: PaddedRows) -> tuple[int, int]:
+    assert padded.schedule.tile_rows is not None
+    return padded.schedule.tile_rows
 
 
 def _tile(mask: Any, most_rows: int, parts_of: Callable[[int], tuple[int, ...]]) -> Any:

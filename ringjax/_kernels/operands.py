@@ -259,7 +259,7 @@ def _of_mask(array: Array, side: int, sizes: Sizes) -> KernelOperand:
 
 def _masks(mask: Mask, sizes: Sizes) -> tuple[Any, Any]:
     """Returns the masks of both sides as operands, as signed integers."""
-    # Slots without a key get position -1, which no interval holds: all begin at 0 or later.
+    # Rows of padding get position -1, which no interval holds: all begin at 0 or later.
     position = mask.keys.position
     if mask.keys.is_key is not None:
         position = jnp.where(mask.keys.is_key, position, -1)

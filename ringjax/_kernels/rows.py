@@ -1,7 +1,7 @@
-"""The rows of a branch: from a shard's tokens to the slots of its schedule, and back.
+"""The rows of a branch: from a shard's tokens to the padded rows of its schedule, and back.
 
-B batch, n tokens of the shard, m slots of all its chunks, M with those of full tiles, N heads that run the branch, of
-queries or of keys, O those of them that are told apart: 1 where all are of one class, else N.
+B batch, n tokens of the shard, m padded rows of all its chunks, M with those of full tiles, N heads that run the
+branch, of queries or of keys, O those of them that are told apart: 1 where all are of one class, else N.
 """
 
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
         return self._replace(schedule=self.schedule.of_group(), side=self.side.of_group(), shard=shard)
 
     def take(self, tokens: Shaped[Array, "B n N D"]) -> Shaped[Array, "B m N D"]:
-        """Takes the kept rows of the shard's tokens; empty slots are junk."""
+        """Takes the kept rows of the shard's tokens; rows of padding are junk."""
         side = self.side
         if self.already_taken:
             return tokens
@@ -111,9 +111,9 @@ class Rows(NamedTuple):
             missing = side.num_chunks * side.chunk_rows - rows.shape[1]  # of a last chunk that is shorter
             return jnp.pad(rows, [(0, 0), (0, missing), (0, 0), (0, 0)]) if missing else rows
         shard = self.shard.astype(jnp.uint32)
-        chunk, slot = naturals(side.num_chunks)[:, None, None], naturals(side.chunk_rows)[:, None]
-        token, is_row = side.slot_token(shard, chunk, slot, self.offset)
-        index = jnp.where(is_row, token - side.first(shard), 0)  # [chunks, slots, O]
+        chunk, row = naturals(side.num_chunks)[:, None, None], naturals(side.chunk_rows)[:, None]
+        token, is_row = side.row_token(shard, chunk, row, self.offset)
+        index = jnp.where(is_row, token - side.first(shard), 0)  # [chunks, rows, O]
         return _take(tokens, rearrange(index, "c s O -> (c s) O"))
 
     def put(
@@ -143,16 +143,16 @@ class Rows(NamedTuple):
             return self.strides.put(tokens, rows, side.step, self.offset, combine)
         shard = self.shard.astype(jnp.uint32)
         token = side.first(shard) + naturals(side.num_tokens)[:, None]  # [n, 1]
-        chunk, slot = side.token_slot(shard, token, self.offset)  # [n, 1], [n, O]
+        chunk, row = side.token_row(shard, token, self.offset)  # [n, 1], [n, O]
         is_kept = side.is_kept(token, self.offset)  # [n, O]
-        index = jnp.where(is_kept, chunk * side.chunk_rows + slot, 0)
+        index = jnp.where(is_kept, chunk * side.chunk_rows + row, 0)
         return jnp.where(is_kept[..., None], combine(tokens, _take(rows, index)), tokens)
 
     def pad(self, rows: Shaped[Array, "B m N D"]) -> Shaped[Array, "B M N D"]:
-        """Adds the empty slots that fill tiles."""
+        """Adds the rows of padding that fill tiles."""
         side = self.side
-        slots = side.num_blocks * side.block_rows
-        return _resize(rows, side.num_chunks, side.num_full_chunks, slots)
+        num_rows = side.num_blocks * side.block_rows
+        return _resize(rows, side.num_chunks, side.num_full_chunks, num_rows)
 
     def unpad(self, rows: Shaped[Array, "B M N D"]) -> Shaped[Array, "B m N D"]:
         """Undoes `pad`."""
@@ -170,9 +170,9 @@ class Rows(NamedTuple):
         return rearrange(split, "B m r N D -> B (m r) N D")
 
 
-def _resize(rows: Shaped[Array, "B m N D"], chunks: int, new_chunks: int, slots: int) -> Shaped[Array, "B M N D"]:
-    """Gives rows so many chunks, and each of them so many slots: empty ones are added or removed at the ends."""
-    missing = new_chunks - chunks, slots - rows.shape[1] // chunks
+def _resize(rows: Shaped[Array, "B m N D"], chunks: int, new_chunks: int, num_rows: int) -> Shaped[Array, "B M N D"]:
+    """Gives rows so many chunks, and each of them so many rows: those of padding are added or removed at the ends."""
+    missing = new_chunks - chunks, num_rows - rows.shape[1] // chunks
     if missing == (0, 0):
         return rows
     split = rearrange(rows, "B (c s) ... -> B c s ...", c=chunks)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ringjax._kernels.attention_step import AttentionStep, Slots
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows
 from ringjax._kernels.sequences import Labels, Sequences, are_apart, find_sequences, find_shared
 from ringjax._kernels.softmax import Keys
 from ringjax._pattern.branch import Window
@@ -33,7 +33,7 @@ class Pairs(NamedTuple):
 
 
 class ChunkView(NamedTuple):
-    """What is seen of a side: the order of the shard, the place of its rows among its chunks' slots, and their labels.
+    """What is seen of a side: the order of the shard, the place of its rows among its chunks' rows, and their labels.
 
     The order is smaller where the first rows that a shard computes are earlier. Labels are None where all rows that
     meet attend.
@@ -49,13 +49,13 @@ class ChunkView(NamedTuple):
         return self._replace(labels=jax.tree.map(spread, self.labels))
 
 
-def see(slots: Slots) -> ChunkView:
-    """Returns what is seen of the slots of a shard."""
-    side, schedule = slots.side, slots.schedule
-    holder, slot = schedule.origin(slots.shards[0], 0)
-    begin, size = side.begin // side.step, side.num_slots // side.num_chunks
-    labels = _labels(slots) if has_sequences(schedule, slots.documents is not None) else None
-    return ChunkView(holder * schedule.queries.num_slots + slot, range(begin, begin + size), labels)
+def see(padded: PaddedRows) -> ChunkView:
+    """Returns what is seen of the padded rows of a shard."""
+    side, schedule = padded.side, padded.schedule
+    holder, row = schedule.origin(padded.shards[0], 0)
+    begin, size = side.begin // side.step, side.num_padded_rows // side.num_chunks
+    labels = _labels(padded) if has_sequences(schedule, padded.documents is not None) else None
+    return ChunkView(holder * schedule.queries.num_padded_rows + row, range(begin, begin + size), labels)
 
 
 def window_of(schedule: BranchSchedule) -> int | None:
@@ -68,15 +68,15 @@ def has_sequences(schedule: BranchSchedule, has_documents: bool) -> bool:
     return schedule.branch.is_by_group and (has_documents or not schedule.is_dense)
 
 
-def _labels(slots: Slots) -> Labels:
+def _labels(padded: PaddedRows) -> Labels:
     """Returns the segment and the document of each row."""
-    side, (token, is_row) = slots.side, slots.tokens()
+    side, (token, is_row) = padded.side, padded.tokens()
     of_chunks = lambda array: array.reshape(side.num_chunks, -1)  # [C, R]
     segment = of_chunks(side.branch.group(token).astype(jnp.int32))
     segment = segment if is_row is None else jnp.where(of_chunks(is_row), segment, -1)
-    if slots.documents is None:
+    if padded.documents is None:
         return Labels(segment, segment)
-    document = slots.documents[..., 0].reshape(-1, *segment.shape)  # [B, C, R]
+    document = padded.documents[..., 0].reshape(-1, *segment.shape)  # [B, C, R]
     is_one = (document >= 0) & (segment >= 0)
     flat = lambda array: jnp.where(is_one, array, -1).reshape(-1, segment.shape[1])
     return Labels(flat(segment), flat(document))

@@ -13,7 +13,7 @@ from ringjax._kernels import tiles
 from ringjax._kernels.attention_step import (
     AttentionStep,
     DropoutCounters,
-    Slots,
+    PaddedRows,
     View,
     make_mask,
     see_keys,
@@ -29,7 +29,7 @@ from ringjax._schedule.side import Side
 class Xla(Implementation):
     """The implementation by tiles."""
 
-    slots_axis = 0
+    rows_axis = 0
     platform = None
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, None]:
@@ -48,8 +48,8 @@ class Xla(Implementation):
             return rearrange(tiles, "I B C K R H -> B (I C R) K H")
         return rearrange(tiles, "I B C K G R H -> B (I C R) (K G) H")
 
-    def see(self, slots: Slots, counters: DropoutCounters | None = None) -> View:
-        return see_keys(slots) if slots.is_of_keys else see_queries(slots, counters)
+    def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
+        return see_keys(padded) if padded.is_of_keys else see_queries(padded, counters)
 
     def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Partial:
         del before

@@ -48,11 +48,11 @@ def _pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
 
 
 class Collectives(NamedTuple):
-    """How rows of a branch move between the shards of an exchange; tiles of them have slots along `slots_axis`."""
+    """How rows of a branch move between the shards of an exchange; tiles of them have rows along `rows_axis`."""
 
     schedule: BranchSchedule
     ulysses: Ulysses
-    slots_axis: int
+    rows_axis: int
 
     def rotate(self, arrays: Any, hops: int = 1) -> Any:
         """Moves every shard's arrays by `hops` shards along its ring."""
@@ -101,7 +101,7 @@ class Collectives(NamedTuple):
         return jax.lax.split(array, (array.shape[axis] // 2,) * 2, axis)
 
     def _axis(self, array: Array) -> int:
-        return self.slots_axis % array.ndim
+        return self.rows_axis % array.ndim
 
     def gather(self, tiles: Any) -> Any:
         """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
@@ -126,7 +126,7 @@ class Collectives(NamedTuple):
             axis_index_groups=self.ulysses.groups(self.schedule.gather_groups),
             tiled=True,
         )
-        if self.slots_axis:
+        if self.rows_axis:
             return jax.tree.map(lambda array: collect(array, self._axis(array)), tiles)
         # As rows, whose order no compiler changes: XLA:CPU else lays out tiles behind a gather, where there are more.
         return jax.tree.map(lambda array: collect(_rows(array), 0).reshape(-1, *array.shape[1:]), tiles)

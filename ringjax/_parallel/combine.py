@@ -73,7 +73,7 @@ class Outputs:
         implementation = task.implementation
         out, lse = implementation.finish(found)
         out, lse = task.collectives.swap_back((*task.narrow([out], task.queries.tokens), lse))
-        return out, jnp.expand_dims(lse, width_axis(implementation.slots_axis))
+        return out, jnp.expand_dims(lse, width_axis(implementation.rows_axis))
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
         """Puts the results of a branch among tokens that have none."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ringjax._kernels.attention_step import AttentionStep, Slots, Tiles
+from ringjax._kernels.attention_step import AttentionStep, PaddedRows, Tiles
 from ringjax._parallel.layout import Task
 from ringjax._parallel.ring import Addends
 
@@ -34,6 +34,6 @@ def _meet(task: Task) -> tuple[Tiles, Tiles, AttentionStep]:
     queries, keys = task.take_swapped(task.queries), task.collectives.gather(task.take(task.keys))
     rows, size = task.keys.layout.rows, schedule.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
-    own = implementation.see(task.slots(task.queries, queries), task.counters)
-    others = implementation.see(Slots(rows, gathered, False, keys.documents))
+    own = implementation.see(task.padded(task.queries, queries), task.counters)
+    others = implementation.see(PaddedRows(rows, gathered, False, keys.documents))
     return queries, keys, task.meet(own, others)

@@ -1,6 +1,6 @@
 """One branch on one shard: its rows as they are where they are computed, with their documents.
 
-B batch, n tokens of the shard, m slots, N heads of the rows: query heads, or key/value heads.
+B batch, n tokens of the shard, m padded rows, N heads of the rows: query heads, or key/value heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, Slots, Tiles
+from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, PaddedRows, Tiles
 from ringjax._kernels.interface import Implementation, per_row
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
     def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
         """Lays the documents of rows out: these are by key/value heads on both sides."""
-        return per_row(self._replace(groups=None).lay_out(documents), self.implementation.slots_axis)
+        return per_row(self._replace(groups=None).lay_out(documents), self.implementation.rows_axis)
 
     def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
         """Undoes `lay_out`."""
@@ -208,11 +208,11 @@ class Task(NamedTuple):
             documents = self.collectives.hop(documents, rotation.halo_hops)
         return Halo(halo, moved, documents)
 
-    def slots(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> Slots:
-        """Returns the slots of an operand's tiles after so many hops."""
+    def padded(self, operand: Operand, tiles: Tiles, hops: Any = 0, direction: int = 1) -> PaddedRows:
+        """Returns the padded rows of an operand's tiles after so many hops."""
         rows = operand.layout.rows
         shard = self.schedule.source(rows.shard.astype(jnp.uint32), hops, direction)
-        return Slots(rows, shard[None], self.schedule.is_zigzag, tiles.documents)
+        return PaddedRows(rows, shard[None], self.schedule.is_zigzag, tiles.documents)
 
 
 class Halo(NamedTuple):

@@ -169,4 +169,4 @@ class Plan:
 
     def collectives(self, schedule: BranchSchedule) -> Collectives:
         """Returns how rows of a branch move."""
-        return Collectives(schedule, self.ulysses, self.implementation(schedule).slots_axis)
+        return Collectives(schedule, self.ulysses, self.implementation(schedule).rows_axis)

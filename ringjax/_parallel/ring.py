@@ -31,10 +31,10 @@ def forward(task: Task) -> Any:
     """Returns the attention of one branch, where it is computed."""
     schedule, implementation = task.schedule, task.implementation
     queries = task.take_swapped(task.queries)
-    own = implementation.see(task.slots(task.queries, queries), task.counters)
+    own = implementation.see(task.padded(task.queries, queries), task.counters)
 
     def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
-        step = _meet(task, own, implementation.see(task.slots(operand, keys, hops, direction)), hops, direction)
+        step = _meet(task, own, implementation.see(task.padded(operand, keys, hops, direction)), hops, direction)
         return implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
     # What goes furthest comes first: it is on its way while a shard computes with its own keys.
@@ -69,8 +69,8 @@ def backward(task: Task) -> Addends:
     """Returns what one branch adds to the gradients of its queries and of its keys."""
     schedule, implementation, plan = task.schedule, task.implementation, task.plan
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
-    see_queries = lambda *where: implementation.see(task.slots(*where), task.counters)
-    see_keys = lambda *where: implementation.see(task.slots(*where))
+    see_queries = lambda *where: implementation.see(task.padded(*where), task.counters)
+    see_keys = lambda *where: implementation.see(task.padded(*where))
     of_earlier = task.before_of("query", "key", "value")
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **of_earlier)
     own = see_keys(task.keys, keys) if schedule.rotates_queries else see_queries(task.queries, queries)

@@ -1,6 +1,6 @@
 """The schedule of a branch: which shards' rows meet, on which way they travel, and how work is balanced, in integers.
 
-What is said of a shard or a slot uses arithmetic operators only, so that the same line serves Python integers, NumPy
+What is said of a shard or a row uses arithmetic operators only, so that the same line serves Python integers, NumPy
 arrays (the tests) and traced JAX integers (the shard's own number inside shard_map).
 """
 
@@ -50,7 +50,7 @@ class Rotation(NamedTuple):
 
     def num_rows(self, side: Side) -> int:
         """Returns the number of rows that a shard sends."""
-        return self.steps * side.num_slots + self.halo_rows(side)
+        return self.steps * side.num_padded_rows + self.halo_rows(side)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,15 +204,15 @@ class BranchSchedule:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every slot holds a row, and rows that meet all share a segment."""
+        """Whether no row is padding, and rows that meet all share a segment."""
         return self.queries.is_full and self.is_one_segment
 
     # Balance: in a causal ring a later shard has more keys to see, in each step all or nothing. So each shard cuts its
-    # slots in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 - j. It
-    # then has the halves 2j and 2(g-1-j) + 1. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is after
-    # 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole halves,
-    # in the first one whole half and two triangles. Where masks tell positions, the order of the halves is nothing to
-    # them; kernels that tell rows by their places have them sorted.
+    # padded rows in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 -
+    # j. It then has the halves 2j and 2(g-1-j) + 1. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is
+    # after 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole
+    # halves, in the first one whole half and two triangles. Where masks tell positions, the order of the halves is
+    # nothing to them; kernels that tell rows by their places have them sorted.
 
     @property
     def is_zigzag(self) -> bool:
@@ -226,7 +226,7 @@ class BranchSchedule:
         return self.addition == "in place" and self.branch.keeps_all and are_in_order
 
     def partner(self, shard: Any) -> Any:
-        """Returns the shard with which a shard swaps the second half of its slots."""
+        """Returns the shard with which a shard swaps the second half of its padded rows."""
         first, size = self.ring(shard)
         return first + (size - 1 - (shard - first))
 
@@ -235,15 +235,15 @@ class BranchSchedule:
         first, size = self.ring(shard)
         return 2 * (shard - first) + 1 > size
 
-    def origin(self, shard: Any, slot: Any) -> tuple[Any, Any]:
-        """Returns the shard and the slot that hold what `shard` computes in `slot`."""
+    def origin(self, shard: Any, row: Any) -> tuple[Any, Any]:
+        """Returns the shard and the row that hold what `shard` computes in `row`."""
         if not self.is_zigzag:
-            return shard, slot
-        half = self.queries.num_slots // 2
+            return shard, row
+        half = self.queries.num_padded_rows // 2
         if not self.sorts_halves:
-            return shard + (slot >= half) * (self.partner(shard) - shard), slot
-        is_swapped = (slot >= half) != self.is_late(shard)
-        return shard + is_swapped * (self.partner(shard) - shard), remainder(slot, half) + is_swapped * half
+            return shard + (row >= half) * (self.partner(shard) - shard), row
+        is_swapped = (row >= half) != self.is_late(shard)
+        return shard + is_swapped * (self.partner(shard) - shard), remainder(row, half) + is_swapped * half
 
     def swap_permutation(self) -> tuple[tuple[int, int], ...]:
         """Returns the (source, destination) pairs that swap the halves."""

@@ -1,4 +1,5 @@
-"""One side of a branch, its queries or its keys: from a shard's tokens to slots, and from slots to tiles, in integers.
+"""One side of a branch, its queries or its keys: from a shard's tokens to padded rows, and from padded rows to tiles,
+in integers.
 
 Like the kinds of branches, these are arithmetic operators only: for Python, NumPy and traced JAX integers.
 """
@@ -25,7 +26,7 @@ class Side:
 
     These tokens are cut into chunks. Each attends to itself and, on other shards, to chunks of its number:
     into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"phases"`, tokens a rate apart. A
-    chunk has `chunk_rows` slots for the rows that a head keeps; a slot without a row is masked. The slots of a chunk
+    chunk has `chunk_rows` padded rows for those that a head keeps; padding is masked. The rows of a chunk
     are computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.
     """
 
@@ -75,7 +76,7 @@ class Side:
         """Returns whether a head of this offset keeps the token."""
         return self.branch.keeps(token, offset) & (token < self.stop)
 
-    # Chunks and slots.
+    # Chunks and padded rows.
 
     @property
     def chunk_length(self) -> int:
@@ -102,7 +103,7 @@ class Side:
 
     @functools.cached_property
     def chunk_rows(self) -> int:
-        """The most rows that any head keeps of any chunk: a chunk has a slot for each."""
+        """The most rows that any head keeps of any chunk: a chunk has a padded row for each."""
         if self.chunks == "phases":
             return self.num_tokens // self.step
         period, rate = self.branch.period or 1, self.branch.offset_rate
@@ -114,17 +115,17 @@ class Side:
         start, offset = self.first(np.arange(num_starts))[:, None], np.arange(rate)
         return int((self.branch.rank(start + self.chunk_length, offset) - self.branch.rank(start, offset)).max())
 
-    def slot_token(self, shard: Any, chunk: Any, slot: Any, offset: Any) -> tuple[Any, Any]:
-        """Returns the token in a slot of a shard's chunk, and whether there is one."""
+    def row_token(self, shard: Any, chunk: Any, row: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the token in a padded row of a shard's chunk, and whether there is one."""
         start = self.first(shard, chunk)
         if self.is_strided:
-            token = start + offset + slot * self.step
+            token = start + offset + row * self.step
         else:
-            token = self.branch.token(self.branch.rank(start, offset) + slot, offset)
+            token = self.branch.token(self.branch.rank(start, offset) + row, offset)
         return token, (token < start + self.chunk_length) & (token < self.stop)
 
-    def token_slot(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
-        """Returns the chunk and the slot of a kept token of the shard."""
+    def token_row(self, shard: Any, token: Any, offset: Any) -> tuple[Any, Any]:
+        """Returns the chunk and the padded row of a kept token of the shard."""
         local = token - self.first(shard)
         if self.chunks == "phases":
             return remainder(local, self.step), local // self.step
@@ -156,11 +157,10 @@ class Side:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot of every shard holds a row."""
-        has_all = (
-            self.num_shards * self.shard_length == self.length and self.num_chunks * self.chunk_rows == self.num_slots
-        )
-        return has_all and self.is_strided and self.is_cut_evenly
+        """Whether no row of any shard is padding."""
+        has_no_padding = self.num_chunks * self.chunk_rows == self.num_padded_rows
+        is_divided = self.num_shards * self.shard_length == self.length
+        return is_divided and has_no_padding and self.is_strided and self.is_cut_evenly
 
     # Tiles.
 
@@ -171,7 +171,7 @@ class Side:
 
     @property
     def block_rows(self) -> int:
-        """The number of slots of a block."""
+        """The number of padded rows of a block."""
         return -(-self.chunk_rows // self.num_blocks)
 
     @functools.cached_property
@@ -203,8 +203,8 @@ class Side:
         return self.num_tiles // self.num_blocks
 
     @property
-    def num_slots(self) -> int:
-        """The number of slots of a shard."""
+    def num_padded_rows(self) -> int:
+        """The number of padded rows of a shard."""
         return self.num_tiles * self.chunks_per_tile * self.block_rows
 
     @property

@@ -17,7 +17,7 @@ from ringjax._schedule.side import Side
 
 
 class RowBytes(NamedTuple):
-    """The bytes of one slot on one shard, over batch and heads, of what the backward reads and adds up."""
+    """The bytes of one padded row on one shard, over batch and heads, of what the backward reads and adds up."""
 
     queries: int  # with all that belongs to them: cotangents, lse, ...
     keys: int  # and values
@@ -101,19 +101,19 @@ class Work:
         return self.pattern.heads_of(schedule.number, self.num_kv_heads)
 
     def documents(self, schedule: BranchSchedule) -> int:
-        """Returns the bytes of the documents of a slot."""
+        """Returns the bytes of the documents of a padded row."""
         return self.batch * self.num_classes(schedule) * self.document_itemsize if self.document_itemsize else 0
 
     def query_row(self, schedule: BranchSchedule) -> int:
-        """Returns the bytes of a slot's queries."""
+        """Returns the bytes of a padded row's queries."""
         return self.batch * self.heads_of(schedule)[0] * self.width * self.itemsize + self.documents(schedule)
 
     def keys_row(self, schedule: BranchSchedule) -> int:
-        """Returns the bytes of a slot's keys and values."""
+        """Returns the bytes of a padded row's keys and values."""
         return self.batch * self.heads_of(schedule)[1] * self.kv_bytes + self.documents(schedule)
 
     def row_bytes(self, schedule: BranchSchedule) -> RowBytes:
-        """Returns the bytes of a slot in the backward."""
+        """Returns the bytes of a padded row in the backward."""
         heads, kv_heads = self.heads_of(schedule)
         return RowBytes(
             queries=self.query_row(schedule) + self.batch * heads * self._residual_bytes(schedule),

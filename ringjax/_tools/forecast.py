@@ -222,7 +222,7 @@ def _bytes_moved(work: Work, schedule: BranchSchedule, num_steps: int, direction
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
     # What is gathered is written before it is read.
     gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
-    queries, keys = schedule.queries.num_slots, schedule.keys.num_slots * gathered
+    queries, keys = schedule.queries.num_padded_rows, schedule.keys.num_padded_rows * gathered
     tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.ulysses_size * work.sum_itemsize
     if direction == "forward":
         sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize

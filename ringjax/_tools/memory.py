@@ -58,17 +58,17 @@ class _Numbers(NamedTuple):
 
 def _gathered(work: Work, schedule: BranchSchedule) -> int:
     """The bytes of the keys and values of a whole group of devices."""
-    return schedule.is_gathered * schedule.gather_size * schedule.keys.num_slots * work.keys_row(schedule)
+    return schedule.is_gathered * schedule.gather_size * schedule.keys.num_padded_rows * work.keys_row(schedule)
 
 
 def _rows(work: Work, schedule: BranchSchedule, has_gradient: bool) -> int:
     """The bytes of a branch's rows, of queries and of all the keys that are there at once, with their sums."""
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
-    num_keys = schedule.keys.num_slots * (schedule.gather_size if schedule.is_gathered else 1)
+    num_keys = schedule.keys.num_padded_rows * (schedule.gather_size if schedule.is_gathered else 1)
     sums = work.batch * heads * (work.value_width + 2) * work.sum_itemsize
     if not has_gradient:
-        return schedule.queries.num_slots * (work.query_row(schedule) + sums) + num_keys * row.keys
-    of_queries = schedule.queries.num_slots * (row.queries + max(row.query_grad, sums))
+        return schedule.queries.num_padded_rows * (work.query_row(schedule) + sums) + num_keys * row.keys
+    of_queries = schedule.queries.num_padded_rows * (row.queries + max(row.query_grad, sums))
     return of_queries + num_keys * (row.keys + row.keys_grad)
 
 

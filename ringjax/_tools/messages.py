@@ -58,7 +58,7 @@ def _ways(
 ) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
     for rotation in rotations:
-        yield of_devices(row * side.num_slots * (rotation.steps > 0), schedule.ulysses_size, rotation.steps)
+        yield of_devices(row * side.num_padded_rows * (rotation.steps > 0), schedule.ulysses_size, rotation.steps)
         yield of_devices(row * rotation.halo_rows(side), schedule.ulysses_size * abs(rotation.halo_hops))
 
 
@@ -66,7 +66,7 @@ def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iter
     """Keys that come at once, again for the gradient, and gradients that are summed where the keys are."""
     yield from _swaps(work, schedule, has_gradient, with_keys=False)
     size = schedule.gather_size
-    of_others = schedule.keys.num_slots * (size - 1)
+    of_others = schedule.keys.num_padded_rows * (size - 1)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     for direction in directions:
         yield Message(direction, "all_gather", work.keys_row(schedule) * of_others, size * schedule.ulysses_size)
@@ -99,7 +99,7 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
 
 def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
     distance = schedule.ulysses_size * (schedule.ring_size - 1)
-    return Message(direction, "permute", row * (schedule.queries.num_slots // 2), distance)
+    return Message(direction, "permute", row * (schedule.queries.num_padded_rows // 2), distance)
 
 
 def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:

@@ -47,16 +47,16 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     whole.
     """
     queries, keys = schedule.queries, schedule.keys
-    slots = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
+    num_rows = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
     if schedule.is_zigzag:
         # Of the own halves two triangles and a whole one, of those of each other shard two whole ones.
         blocks = queries.num_blocks // 2
         tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
-        return tiles * slots * keys.block_rows
+        return tiles * num_rows * keys.block_rows
     distinct = np.unique(offsets)
     distinct = distinct[:: 1 + distinct.size // _MOST_OFFSETS]
     shards = range(queries.num_shards) if queries.num_shards <= _MOST_SHARDS else _extreme_shards(queries)
-    return max(_tile_pairs_of(schedule, shard, distinct) for shard in shards) * slots
+    return max(_tile_pairs_of(schedule, shard, distinct) for shard in shards) * num_rows
 
 
 def _extreme_shards(side: Side) -> set[int]:
@@ -84,15 +84,15 @@ def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: np.ndarra
 
     Blocks without a row are left out.
     """
-    slot = blocks * side.block_rows
-    last_slot = np.minimum(slot + side.block_rows, side.chunk_rows) - 1
+    row = blocks * side.block_rows
+    last_row = np.minimum(row + side.block_rows, side.chunk_rows) - 1
     shard = np.sort(shards)[:, None]
     stop = np.minimum(side.first(shard) + side.chunk_length, side.stop)
     first, last = np.full((2, shard.size, blocks.size), -1)
     for offset in offsets:
-        token, is_row = side.slot_token(shard, 0, slot, offset)  # [S, J]
+        token, is_row = side.row_token(shard, 0, row, offset)  # [S, J]
         first = np.where(is_row & ((first < 0) | (token < first)), token, first)
-        end = np.minimum(side.slot_token(shard, 0, last_slot, offset)[0], stop - 1)
+        end = np.minimum(side.row_token(shard, 0, last_row, offset)[0], stop - 1)
         last = np.where(is_row & (end > last), end, last)
     return first[first >= 0], last[first >= 0]
 

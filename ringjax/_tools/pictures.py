@@ -148,7 +148,7 @@ def _ways(schedule: BranchSchedule) -> str:
         way = "on" if rotation.direction > 0 else "back"
         if rotation.steps:
             hops = "hops" if rotation.steps > 1 else "hop"
-            words.append(f"{rotation.steps} {hops} of {schedule.keys.num_slots} rows")
+            words.append(f"{rotation.steps} {hops} of {schedule.keys.num_padded_rows} rows")
         if rotation.halo:
             rows, hops = rotation.halo_rows(schedule.keys), abs(rotation.halo_hops)
             words.append(f"{rows} rows {hops} {'devices' if hops > 1 else 'device'} {way}")
