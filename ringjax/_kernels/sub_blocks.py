@@ -1,5 +1,4 @@
-"""The sub-blocks of a step: rows of two chunks in which kernels can tell which attend, all or by diagonals and
-sequences.
+"""The sub-blocks of a step: rows of two chunks whose mask a fused kernel can express.
 
 B batch, with the chunks in it; R rows of a chunk.
 """

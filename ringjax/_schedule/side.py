@@ -1,5 +1,4 @@
-"""One side of a branch, its queries or its keys: from a shard's tokens to padded rows, and from padded rows to tiles,
-in integers.
+"""One side of a branch, its queries or its keys: from tokens to padded rows, and from these to tiles, in integers.
 
 Like the kinds of branches, these are arithmetic operators only: for Python, NumPy and traced JAX integers.
 """
