@@ -13,6 +13,8 @@ from ringjax._pattern.branch import Segments, Window
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.reach_warning import ReachWarning
 from ringjax._pattern.reference import dilated_attention_reference
+from ringjax._pattern.rope import rope_frequencies
+from ringjax._pattern.rotary import rotary_embedding
 from ringjax._tools.explain import explain
 from ringjax._tools.pictures import plot_pattern as _plot_pattern
 from ringjax._tools.plan import plan
@@ -40,6 +42,8 @@ __all__ = [
     "pad_to_mesh",
     "plan",
     "ring_dilated_attention",
+    "rope_frequencies",
+    "rotary_embedding",
     "unpad",
 ]
 __version__ = _find_version()

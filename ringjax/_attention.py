@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from ringjax._call import Call
 from ringjax._kernels.interface import Request
-from ringjax._kernels.softmax import Weighting, accumulation_dtype
+from ringjax._kernels.softmax import Weighting, accumulation_dtype, with_positive_scale
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement, find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh
@@ -97,7 +97,7 @@ def ring_dilated_attention(
     sinks = read_sinks(asked.sinks, query)
     seed = read_seed(asked.dropout_seed, asked.dropout_rate)
     query, key, value = (jnp.asarray(array) for array in (query, key, value))
-    key, scale = _with_positive_scale(key, asked.scale)
+    key, scale = with_positive_scale(key, asked.scale)
     placement = find_placement(query, key, value, asked.mesh, asked.axis_name, asked.spec)
     placement.check_shards({"query": query, "key": key, "value": value}, asked.query_offset)
     warn_of_mesh(placement, (query, key, value), asked.axis_name)
@@ -142,12 +142,6 @@ def ring_dilated_attention(
         with naming_the_reference():
             out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(asked.return_residual))
     return (out, lse) if asked.return_residual else out
-
-
-def _with_positive_scale(key: Array, scale: Any) -> tuple[Array, float]:
-    """Returns keys and the scale of products with them, which is positive from here on: keys take its sign."""
-    scale = 1 / math.sqrt(key.shape[-1]) if scale is None else float(scale)
-    return (key, scale) if scale > 0 else (key * np.sign(scale).astype(key.dtype), abs(scale) or 1.0)
 
 
 def _read_offset(query_offset: Any) -> tuple[int | None, Array | None]:

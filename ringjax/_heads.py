@@ -1,12 +1,12 @@
 """What the Flax modules share: the settings of their attention, and what happens between their projections."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import FrozenDict
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from ringjax._attention import ring_dilated_attention
 from ringjax._decoding.cache import Cache, make_cache
 from ringjax._decoding.decode import Decoder, make_decoder
-from ringjax._kernels.softmax import Weighting
+from ringjax._kernels.softmax import Weighting, with_positive_scale
 from ringjax._mesh.mesh import check_spec
 from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
@@ -28,10 +28,12 @@ from ringjax._pattern.options import IN_PATTERN
 from ringjax._pattern.other_names import OF_MAKING
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.promotion import own_promotion
-from ringjax._pattern.rotary import rotary_embedding
+from ringjax._pattern.rotary import check_positions, read_frequencies, rotary_embedding
 
-# Of heads [..., T, N, H] at positions [T], and whether they are keys: what takes their place.
+# Of heads [..., T, N, H] at positions, [T] by default, and whether they are keys: what takes their place.
 PositionEmbedding = Callable[[Array, Array, bool], Array]
+Positions = tuple[Array | None, Array | None]  # of queries and of keys
+Rope = tuple[tuple[float, ...], float]  # the frequencies of a rotary embedding, and its factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,46 +50,44 @@ class Settings:
     options: Any  # by their names
     num_heads: int
     num_kv_heads: int
-    qkv_features: int
-    rope_theta: float | None
+    head_dim: int
+    rope: Rope | None
     position_embedding: PositionEmbedding | None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], *, num_heads: Any, num_kv_heads: Any, **others: Any) -> "Settings":
-        """Returns the settings of a module with these options."""
+    def of(
+        cls,
+        options: Mapping[str, Any],
+        *,
+        num_heads: Any,
+        num_kv_heads: Any,
+        in_features: int,
+        qkv_features: Any,
+        head_dim: Any,
+        rope_theta: Any,
+        rope: Any,
+        position_embedding: Any,
+    ) -> "Settings":
+        """Returns the settings of a module with these options, for inputs of so many features."""
         pattern, asked = read_checked(ModuleOptions, options, OF_MAKING, "RingDilatedAttention")
         fixed = FrozenDict({name: one for name, one in vars(asked).items() if name not in IN_PATTERN})
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        return cls(pattern, fixed, num_heads, num_kv_heads, **others)
+        head_dim = _read_head_dim(num_heads, head_dim, qkv_features, in_features)
+        rope = _read_rope(rope_theta, rope, position_embedding, head_dim)
+        return cls(pattern, fixed, num_heads, num_kv_heads, head_dim, rope, position_embedding)
 
     def __repr__(self) -> str:
         usual = {name: option.default for name, option in options_of(ModuleOptions).items()}
         given = {name: one for name, one in self.options.items() if one != usual[name]}
-        given |= {name: getattr(self, name) for name in ("rope_theta", "position_embedding") if getattr(self, name)}
+        given |= {name: getattr(self, name) for name in ("rope", "position_embedding") if getattr(self, name)}
         return f"Settings({', '.join([repr(self.pattern), *(f'{name}={one!r}' for name, one in given.items())])})"
 
     def __post_init__(self) -> None:
-        num_heads, num_kv_heads, theta = self.num_heads, self.num_kv_heads, self.rope_theta
-        for name in ("num_heads", "qkv_features"):
-            check_count(name, getattr(self, name))
-        if self.qkv_features % num_heads:
-            raise ValueError(
-                f"qkv_features={self.qkv_features} does not divide over num_heads={num_heads}: make it a multiple"
-            )
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         check_count("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         self.pattern.heads_of(0, num_kv_heads)
-        if theta is not None and not is_real(theta):
-            raise TypeError(f"rope_theta={theta!r} must be a number, such as 10000")
-        if theta is not None and self.head_dim % 2:
-            raise ValueError(
-                f"rope_theta={theta} rotates pairs, but a head has the odd width {self.head_dim}: make it even"
-            )
-        if theta is not None and not 0 < theta < math.inf:
-            raise ValueError(f"rope_theta={theta} must be positive, such as 10000")
-        if theta is not None and self.position_embedding is not None:
-            raise ValueError(f"rope_theta={theta} is given beside position_embedding: give either")
         if not (self.position_embedding is None or callable(self.position_embedding)):
             raise TypeError(
                 f"position_embedding={self.position_embedding!r} must be a function of heads, positions and is_key"
@@ -120,9 +120,9 @@ class Settings:
         return self.options["mesh"], self.options["axis_name"], self.options["spec"]
 
     @property
-    def head_dim(self) -> int:
-        """The width of a head."""
-        return self.qkv_features // self.num_heads
+    def qkv_features(self) -> int:
+        """The width of all query heads together."""
+        return self.num_heads * self.head_dim
 
     @own_promotion()
     def attend(
@@ -134,9 +134,11 @@ class Settings:
         query_offset: Any = 0,
         dropout_seed: Any = None,
         sinks: Any = None,
+        positions: Positions = (None, None),
     ) -> Float[Array, "*B T N H"]:
-        """Computes attention of projected heads, in which their global positions are embedded."""
-        query, key = self._embed(query, query_offset), self._embed(key, is_key=True)
+        """Computes attention of projected heads, in which `positions` are embedded: by default the global ones."""
+        of_queries, of_keys = positions
+        query, key = self._embed(query, of_queries, query_offset), self._embed(key, of_keys, is_key=True)
         options = dict(self.options)
         options |= {} if dropout_seed is not None else {"dropout_rate": 0.0}
         options |= {} if document_ids is not None else {"documents_are_sorted": None}
@@ -153,16 +155,17 @@ class Settings:
         )
         return cast(Array, out)
 
-    def _embed(self, array: Float[Array, "*B T N H"], offset: Any = 0, is_key: bool = False) -> Array:
-        """Embeds the positions of all tokens, the first at the offset."""
-        return self._embed_at(array, lambda: token_positions(array, *self._mesh[:2]) + offset, is_key)
-
-    def _embed_at(self, array: Float[Array, "*B T N H"], positions: Callable[[], Array], is_key: bool) -> Array:
-        if self.rope_theta is not None:
-            return rotary_embedding(array, positions(), self.rope_theta)
-        if self.position_embedding is None:
+    def _embed(
+        self, array: Float[Array, "*B T N H"], positions: Array | None, offset: Any = 0, is_key: bool = False
+    ) -> Array:
+        """Embeds positions: by default those of all tokens, the first at the offset."""
+        if self.rope is None and self.position_embedding is None:
             return array
-        embedded = self.position_embedding(array, positions(), is_key)
+        at = token_positions(array, *self._mesh[:2]) + offset if positions is None else jnp.asarray(positions)
+        if self.position_embedding is None:
+            frequencies, factor = cast(Rope, self.rope)
+            return rotary_embedding(array, at, frequencies=np.array(frequencies), factor=factor)
+        embedded = self.position_embedding(array, at, is_key)
         shape = getattr(embedded, "shape", type(embedded).__name__)
         if shape != array.shape:
             raise ValueError(f"position_embedding made {shape} of {array.shape}: let it return heads of that shape")
@@ -183,7 +186,15 @@ class Settings:
         return make_cache(self.pattern, heads, self.num_kv_heads, mesh, axis_name, own if spec is None else spec)
 
     @own_promotion()
-    def prefill(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
+    def prefill(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: Cache,
+        sinks: Any = None,
+        positions: Positions = (None, None),
+    ) -> tuple[Array, Cache]:
         """Returns the attention of a sequence from its beginning, and the cache after it.
 
         Raises:
@@ -197,15 +208,26 @@ class Settings:
                 "call init_cache with a larger length"
             )
         self._check_cache(key, cache)
-        out, embedded = self.attend(query, key, value, sinks=sinks), self._embed(key, is_key=True)
+        out = self.attend(query, key, value, sinks=sinks, positions=positions)
+        embedded = self._embed(key, positions[1], is_key=True)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
         return out, decoder.prefill(embedded, value, cache)
 
     @own_promotion()
-    def step(self, query: Array, key: Array, value: Array, cache: Cache, sinks: Any = None) -> tuple[Array, Cache]:
+    def step(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: Cache,
+        sinks: Any = None,
+        positions: Positions = (None, None),
+    ) -> tuple[Array, Cache]:
         """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
-        positions = lambda: cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
-        query, key = self._embed_at(query, positions, False), self._embed_at(key, positions, True)
+        following = cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
+        of_queries, of_keys = (following if given is None else given for given in positions)
+        query, key = self._embed(query, of_queries), self._embed(key, of_keys, is_key=True)
+        query, _ = with_positive_scale(query, self.options["scale"])
         self._check_cache(key, cache)
         return self._decoder(query, key, value).step(query, key, value, cache, sinks)
 
@@ -217,8 +239,61 @@ class Settings:
     def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
         placement = find_placement(query, key, value, *self._mesh)
         soft_cap, precision = self.options["logits_soft_cap"], self.options["precision"]
-        weighting = Weighting(self.head_dim**-0.5, soft_cap, precision=precision)
+        _, scale = with_positive_scale(query, self.options["scale"])
+        weighting = Weighting(scale, soft_cap, precision=precision)
         return make_decoder(self.pattern, self.num_kv_heads, weighting, placement)
+
+
+def _read_head_dim(num_heads: Any, head_dim: Any, qkv_features: Any, in_features: int) -> int:
+    """Returns the width of a head, which is said in one of two ways or follows from the inputs."""
+    check_count("num_heads", num_heads)
+    if head_dim is not None:
+        check_count("head_dim", head_dim)
+        if qkv_features not in (None, num_heads * head_dim):
+            raise ValueError(
+                f"head_dim={head_dim} of num_heads={num_heads} disagrees with qkv_features={qkv_features}: give either"
+            )
+        return head_dim
+    qkv_features = in_features if qkv_features is None else qkv_features
+    check_count("qkv_features", qkv_features)
+    if qkv_features % num_heads:
+        raise ValueError(f"qkv_features={qkv_features} does not divide over num_heads={num_heads}: make it a multiple")
+    return qkv_features // num_heads
+
+
+def _read_rope(theta: Any, rope: Any, position_embedding: Any, head_dim: int) -> Rope | None:
+    """Returns the frequencies and the factor of the rotary embedding, None without one."""
+    given = {"rope_theta": theta, "rope": rope, "position_embedding": position_embedding}
+    given = [name for name, value in given.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} is given beside {given[1]}: give either")
+    if theta is not None:
+        return tuple(read_frequencies("rope_theta", theta, None, head_dim).tolist()), 1.0
+    if rope is None:
+        return None
+    if not (isinstance(rope, tuple) and len(rope) == 2 and is_real(rope[1])):
+        raise TypeError(f"rope={rope!r} must be frequencies and a factor, such as ringjax.rope_frequencies returns")
+    return tuple(read_frequencies("rope", None, rope[0], head_dim).tolist()), float(rope[1])
+
+
+def read_positions(positions: Any, key_positions: Any, inputs: tuple[Array, Array], query_offset: Any) -> Positions:
+    """Returns the positions to embed in queries and in keys, None for the global ones.
+
+    Without `key_positions`, keys have the `positions` of the queries where both inputs are the same.
+
+    Raises:
+      TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if positions is None and key_positions is None:
+        return None, None
+    if not is_integer(query_offset) or query_offset:
+        raise ValueError(f"query_offset={query_offset} is given beside positions: give either")
+    if key_positions is None and inputs[0] is inputs[1]:
+        key_positions = positions
+    for name, value, array in zip(("positions", "key_positions"), (positions, key_positions), inputs, strict=True):
+        if value is not None:
+            check_positions(name, value, array.shape[-2])
+    return positions, key_positions
 
 
 def check_dtype(name: str, dtype: Any) -> None:

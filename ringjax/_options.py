@@ -14,6 +14,7 @@ from ringjax._pattern.options import (
     DropoutOptions,
     PatternOptions,
     ResultOptions,
+    ScaleOptions,
     SeedOptions,
     TokenOptions,
     pattern_of,
@@ -115,11 +116,15 @@ class MeshOptions(TypedDict, total=False):
     ]
 
 
-class ModuleOptions(PatternOptions, DropoutOptions, StrategyOptions, KernelOptions, MeshOptions, total=False):
+class ModuleOptions(
+    PatternOptions, ScaleOptions, DropoutOptions, StrategyOptions, KernelOptions, MeshOptions, total=False
+):
     """The options that a module has for all of its calls."""
 
 
-class FactoryOptions(PatternOptions, TokenOptions, StrategyOptions, KernelOptions, MeshOptions, total=False):
+class FactoryOptions(
+    PatternOptions, ScaleOptions, TokenOptions, StrategyOptions, KernelOptions, MeshOptions, total=False
+):
     """The options of :func:`attention_fn`: Flax's modules say those of dropout themselves."""
 
 

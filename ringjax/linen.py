@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen
 from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._heads import (
     PositionEmbedding,
+    Positions,
     Settings,
     check_decoding,
     check_dtype,
@@ -22,10 +24,11 @@ from ringjax._heads import (
     check_sinks,
     normalize_inner,
     output_sharding,
+    read_positions,
     read_steps,
 )
 from ringjax._options import ModuleOptions
-from ringjax._pattern.counts import check_count, check_flags, is_integer, read_flag
+from ringjax._pattern.counts import check_count, check_flags, check_optional_flag, is_integer, read_flag
 from ringjax._pattern.option import documented, options_of, types_of
 from ringjax._pattern.other_names import OF_LINEN, naming_what_serves
 
@@ -53,15 +56,18 @@ class RingDilatedAttention(_Options):
 
     Args:
       num_heads: the number of query heads N.
-      qkv_features: the width of all query heads together; that of the inputs by default.
+      qkv_features: the width of all query heads together; that of `head_dim`, else of the inputs by default.
       out_features: the width of the outputs; that of the inputs by default.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
+      head_dim: the width H of a head, instead of `qkv_features`.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      rope: instead, its frequencies and its factor, as :func:`ringjax.rope_frequencies` returns them.
       position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
-        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads. It has no
-        parameters: those of a module would not be trained.
-      normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
-        Flax's own module (arXiv 2302.05442).
+        is_key)`` takes heads [..., T, N, H] and the positions of their tokens, [T] or as the call is given them, and
+        returns heads. It has no parameters: those of a module would not be trained.
+      qk_norm: makes the norms of queries and of keys over the width of a head, before their rotary embedding, such as
+        ``functools.partial(linen.RMSNorm, epsilon=1e-6)``; none by default.
+      normalize_qk: whether these are LayerNorms without bias, as in Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
         2210.06423), such as ``linen.LayerNorm`` or ``functools.partial(linen.LayerNorm, epsilon=1e-5)``; none by
         default.
@@ -72,6 +78,7 @@ class RingDilatedAttention(_Options):
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
+      use_out_bias: whether the output's projection has one; as `use_bias` by default.
       kernel_init: initialises the kernels of queries, keys and values [D, N, H].
       out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
       bias_init: initialises the biases [N, H] of queries, keys and values.
@@ -96,8 +103,11 @@ class RingDilatedAttention(_Options):
     out_features: int | None = None
     _: dataclasses.KW_ONLY
     num_kv_heads: int | None = None
+    head_dim: int | None = None
     rope_theta: float | None = None
+    rope: Any = None
     position_embedding: PositionEmbedding | None = None
+    qk_norm: Any = None
     normalize_qk: bool = False
     inner_norm: Any = None
     sinks: bool = False
@@ -107,6 +117,7 @@ class RingDilatedAttention(_Options):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     use_bias: bool = True
+    use_out_bias: bool | None = None
     kernel_init: Any = linen.initializers.lecun_normal()
     out_kernel_init: Any = None
     bias_init: Any = linen.initializers.zeros_init()
@@ -118,6 +129,8 @@ class RingDilatedAttention(_Options):
         for name in options_of(ModuleOptions):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, tuple(getattr(self, name)))
+        if isinstance(self.rope, tuple) and isinstance(self.rope[0], np.ndarray):
+            self.rope = (tuple(self.rope[0].tolist()), *self.rope[1:])
         super().__post_init__()
         check_sinks(self.sinks)
         check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
@@ -126,11 +139,15 @@ class RingDilatedAttention(_Options):
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) is not None:
                 check_dtype(name, getattr(self, name))
-        names = "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "sinks_init", "inner_norm"
+        names = "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "sinks_init", "inner_norm", "qk_norm"
         check_makers(**{name: getattr(self, name) for name in names})
         read_flag("deterministic", self.deterministic)
+        check_optional_flag("use_out_bias", self.use_out_bias)
+        if self.normalize_qk and self.qk_norm is not None:
+            raise ValueError("qk_norm is given beside normalize_qk=True, which makes a LayerNorm: give either")
         # What is wrong is said when the module is made, whatever its inputs will be.
-        settings = _settings_of(self, in_features=2 * self.num_heads if is_integer(self.num_heads) else 2)
+        width = 2 * max(1, np.size(self.rope[0])) if isinstance(self.rope, tuple) and self.rope else 2
+        settings = _settings_of(self, in_features=width * self.num_heads if is_integer(self.num_heads) else 2)
         if self.decode:
             settings.check_causal()
 
@@ -146,6 +163,8 @@ class RingDilatedAttention(_Options):
         mask: None = None,
         document_ids: Any = None,
         query_offset: Any = 0,
+        positions: Any = None,
+        key_positions: Any = None,
         sinks: Float[Array, "..."] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
@@ -168,32 +187,34 @@ class RingDilatedAttention(_Options):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         for name, inputs in zip("qkv", (inputs_q, inputs_k, inputs_v), strict=True):
             check_inputs(f"inputs_{name}", inputs)
+        embedded = read_positions(positions, key_positions, (inputs_q, inputs_k), query_offset)
         settings = _settings_of(self, inputs_q.shape[-1])
         dense = functools.partial(
             linen.DenseGeneral,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            use_bias=self.use_bias,
             precision=self.precision,
         )
-        of_heads = functools.partial(dense, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        inits = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+        of_heads = functools.partial(dense, use_bias=self.use_bias, **inits)
         key_shape = settings.num_kv_heads, settings.head_dim
         heads = (
             of_heads((self.num_heads, settings.head_dim), name="query")(inputs_q),
             of_heads(key_shape, name="key")(inputs_k),
             of_heads(key_shape, name="value")(inputs_v),
         )  # [..., T, N, H], [..., S, K, H]
-        if self.normalize_qk:
-            norm = functools.partial(linen.LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
+        qk_norm = functools.partial(linen.LayerNorm, use_bias=False) if self.normalize_qk else self.qk_norm
+        if qk_norm is not None:
+            norm = functools.partial(qk_norm, dtype=self.dtype, param_dtype=self.param_dtype)
             heads = norm(name="query_ln")(heads[0]), norm(name="key_ln")(heads[1]), heads[2]
         own = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype) if self.sinks else None
         sinks = own if sinks is None else sinks
         seed = self._dropout_seed(deterministic, dropout_rng)
         if self.decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
-            attended = self._decode(settings, *heads, sinks, prefill=prefill)
+            attended = self._decode(settings, *heads, sinks, prefill=prefill, positions=embedded)
         else:
-            attended = settings.attend(*heads, document_ids, query_offset, seed, sinks)
+            attended = settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
         if self.inner_norm is not None:
             norm = self.inner_norm(dtype=self.dtype, param_dtype=self.param_dtype, name="inner_norm")
             attended = normalize_inner(attended, norm)
@@ -201,6 +222,7 @@ class RingDilatedAttention(_Options):
         out = dense(
             inputs_q.shape[-1] if self.out_features is None else self.out_features,
             axis=(-2, -1),
+            use_bias=self.use_bias if self.use_out_bias is None else self.use_out_bias,
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
             dot_general=dot_general,
@@ -219,17 +241,23 @@ class RingDilatedAttention(_Options):
         return self.make_rng("dropout") if dropout_rng is None else dropout_rng
 
     def _decode(
-        self, settings: Settings, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool
+        self,
+        settings: Settings,
+        query: Array,
+        key: Array,
+        value: Array,
+        sinks: Array | None,
+        prefill: bool,
+        positions: Positions,
     ) -> Array:
         if not self.has_variable("cache", Cache.VARIABLES[0]):
             *batch, length, _, _ = key.shape
             for name, rows in zip(Cache.VARIABLES, settings.make_cache(tuple(batch), length, key.dtype), strict=True):
                 self.put_variable("cache", name, rows)
-            return settings.attend(query, key, value, sinks=sinks)
+            return settings.attend(query, key, value, sinks=sinks, positions=positions)
         run = settings.prefill if prefill else settings.step
-        out, cache = run(
-            query, key, value, Cache(*(self.get_variable("cache", name) for name in Cache.VARIABLES)), sinks
-        )
+        cache = Cache(*(self.get_variable("cache", name) for name in Cache.VARIABLES))
+        out, cache = run(query, key, value, cache, sinks, positions)
         for name, rows in zip(Cache.VARIABLES, cache, strict=True):
             self.put_variable("cache", name, rows)
         return out
@@ -241,7 +269,10 @@ def _settings_of(module: RingDilatedAttention, in_features: int) -> Settings:
         {name: getattr(module, name) for name in options_of(ModuleOptions)},
         num_heads=module.num_heads,
         num_kv_heads=module.num_kv_heads,
-        qkv_features=in_features if module.qkv_features is None else module.qkv_features,
+        in_features=in_features,
+        qkv_features=module.qkv_features,
+        head_dim=module.head_dim,
         rope_theta=module.rope_theta,
+        rope=module.rope,
         position_embedding=module.position_embedding,
     )

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._heads import (
     PositionEmbedding,
+    Positions,
     Settings,
     check_decoding,
     check_dtype,
@@ -21,10 +22,11 @@ from ringjax._heads import (
     check_sinks,
     normalize_inner,
     output_sharding,
+    read_positions,
     read_steps,
 )
 from ringjax._options import ModuleOptions
-from ringjax._pattern.counts import check_count, check_flags, read_flag
+from ringjax._pattern.counts import check_count, check_flags, check_optional_flag, read_flag
 from ringjax._pattern.option import documented, taking
 from ringjax._pattern.other_names import OF_NNX, naming_what_serves
 
@@ -40,16 +42,19 @@ class RingDilatedAttention(nnx.Module):
     Args:
       num_heads: the number of query heads N.
       in_features: the width of the inputs.
-      qkv_features: the width of all query heads together; `in_features` by default.
+      qkv_features: the width of all query heads together; that of `head_dim`, else `in_features` by default.
       out_features: the width of the outputs; `in_features` by default.
       in_kv_features: the width of the inputs of keys and values; `in_features` by default.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
+      head_dim: the width H of a head, instead of `qkv_features`.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
+      rope: instead, its frequencies and its factor, as :func:`ringjax.rope_frequencies` returns them.
       position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
-        is_key)`` takes heads [..., T, N, H] and the positions [T] of their tokens, and returns heads. It has no
-        parameters: those of a module would not be trained.
-      normalize_qk: whether a LayerNorm without bias normalises queries and keys, before their rotary embedding, as in
-        Flax's own module (arXiv 2302.05442).
+        is_key)`` takes heads [..., T, N, H] and the positions of their tokens, [T] or as the call is given them, and
+        returns heads. It has no parameters: those of a module would not be trained.
+      qk_norm: makes the norms of queries and of keys over the width of a head, before their rotary embedding, such as
+        ``functools.partial(nnx.RMSNorm, epsilon=1e-6)``; none by default.
+      normalize_qk: whether these are LayerNorms without bias, as in Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
         2210.06423), such as ``nnx.LayerNorm`` or ``functools.partial(nnx.LayerNorm, epsilon=1e-5)``; none by default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
@@ -58,6 +63,7 @@ class RingDilatedAttention(nnx.Module):
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
+      use_out_bias: whether the output's projection has one; as `use_bias` by default.
       kernel_init: initialises the kernels of queries, keys and values [D, N, H]; as in Flax, one made by
         `nnx.with_partitioning` gives them the metadata by which they are sharded.
       out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
@@ -92,8 +98,11 @@ class RingDilatedAttention(nnx.Module):
         in_kv_features: int | None = None,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         rope_theta: float | None = None,
+        rope: tuple[Any, float] | None = None,
         position_embedding: PositionEmbedding | None = None,
+        qk_norm: Callable[..., nnx.Module] | None = None,
         normalize_qk: bool = False,
         inner_norm: Callable[..., nnx.Module] | None = None,
         sinks: bool = False,
@@ -102,6 +111,7 @@ class RingDilatedAttention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
+        use_out_bias: bool | None = None,
         kernel_init: nnx.Initializer = initializers.lecun_normal(),
         out_kernel_init: nnx.Initializer | None = None,
         bias_init: nnx.Initializer = initializers.zeros_init(),
@@ -115,6 +125,7 @@ class RingDilatedAttention(nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
         check_sinks(sinks)
         check_flags(normalize_qk=normalize_qk, decode=decode, use_bias=use_bias, keep_rngs=keep_rngs)
+        check_optional_flag("use_out_bias", use_out_bias)
         check_count("in_features", in_features)
         for name, features in (("out_features", out_features), ("in_kv_features", in_kv_features)):
             if features is not None:
@@ -125,9 +136,13 @@ class RingDilatedAttention(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"rngs={rngs!r} must be random streams, such as nnx.Rngs(0)")
         check_makers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init)
-        check_makers(out_bias_init=out_bias_init, sinks_init=sinks_init, inner_norm=inner_norm)
-        if isinstance(inner_norm, nnx.Module):
-            raise TypeError("inner_norm is a module: give what makes it, such as nnx.LayerNorm or a partial of it")
+        check_makers(out_bias_init=out_bias_init, sinks_init=sinks_init, inner_norm=inner_norm, qk_norm=qk_norm)
+        for name, one in (("inner_norm", inner_norm), ("qk_norm", qk_norm)):
+            if isinstance(one, nnx.Module):
+                raise TypeError(f"{name} is a module: give what makes it, such as nnx.LayerNorm or a partial of it")
+        if normalize_qk and qk_norm is not None:
+            raise ValueError("qk_norm is given beside normalize_qk=True, which makes a LayerNorm: give either")
+        use_out_bias = use_bias if use_out_bias is None else use_out_bias
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -136,8 +151,11 @@ class RingDilatedAttention(nnx.Module):
             options,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            qkv_features=in_features if qkv_features is None else qkv_features,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            head_dim=head_dim,
             rope_theta=rope_theta,
+            rope=rope,
             position_embedding=position_embedding,
         )
         precision = settings.options["precision"]
@@ -153,11 +171,10 @@ class RingDilatedAttention(nnx.Module):
             nnx.LinearGeneral,
             dtype=dtype,
             param_dtype=param_dtype,
-            use_bias=use_bias,
             precision=precision,
             rngs=rngs,
         )
-        of_heads = functools.partial(linear, kernel_init=kernel_init, bias_init=bias_init)
+        of_heads = functools.partial(linear, use_bias=use_bias, kernel_init=kernel_init, bias_init=bias_init)
         self.query = of_heads(in_features, (num_heads, settings.head_dim))
         self.key = of_heads(self.in_kv_features, (settings.num_kv_heads, settings.head_dim))
         self.value = of_heads(self.in_kv_features, (settings.num_kv_heads, settings.head_dim))
@@ -165,18 +182,17 @@ class RingDilatedAttention(nnx.Module):
             (num_heads, settings.head_dim),
             self.out_features,
             axis=(-2, -1),
+            use_bias=use_out_bias,
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
         )
         # Last, so that they change no other parameter.
-        norm = functools.partial(
-            nnx.LayerNorm, settings.head_dim, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.query_ln: nnx.LayerNorm | None = norm() if normalize_qk else nnx.data(None)
-        self.key_ln: nnx.LayerNorm | None = norm() if normalize_qk else nnx.data(None)
+        types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        qk_norm = functools.partial(nnx.LayerNorm, use_bias=False) if normalize_qk else qk_norm
+        self.query_ln: Any = nnx.data(None) if qk_norm is None else qk_norm(settings.head_dim, **types)
+        self.key_ln: Any = nnx.data(None) if qk_norm is None else qk_norm(settings.head_dim, **types)
         make_sinks = lambda: nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
         self.sinks: nnx.Param[Any] | None = make_sinks() if sinks else nnx.data(None)
-        types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.inner_norm: Any = nnx.data(None) if inner_norm is None else inner_norm(settings.qkv_features, **types)
         self.rngs = rngs.dropout.fork() if self.dropout_rate > 0 and keep_rngs else nnx.data(None)
 
@@ -220,6 +236,8 @@ class RingDilatedAttention(nnx.Module):
         mask: None = None,
         document_ids: Any = None,
         query_offset: Any = 0,
+        positions: Any = None,
+        key_positions: Any = None,
         sinks: Float[Array, "..."] | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
@@ -236,6 +254,9 @@ class RingDilatedAttention(nnx.Module):
           mask: as Flax's module has it, refused: say is_causal, document_ids or query_offset instead.
           document_ids: the documents of tokens, see :func:`ring_dilated_attention`.
           query_offset: the position of the first query, see :func:`ring_dilated_attention`.
+          positions: integers [T], or [..., T] with batch dimensions, that are embedded in place of the positions of
+            tokens. They change nothing else: the pattern, causality and documents go by the order of tokens.
+          key_positions: the same of keys, [S] or [..., S]; where keys are of `inputs_q` too, `positions` by default.
           sinks: logits of sinks, [N] or what broadcasts to [..., T, N], instead of the module's, see
             :func:`ring_dilated_attention`.
           deterministic: whether to drop nothing, instead of what the module says.
@@ -260,14 +281,15 @@ class RingDilatedAttention(nnx.Module):
         widths = self.in_features, self.in_kv_features, self.in_kv_features
         for name, inputs, width in zip("qkv", (inputs_q, inputs_k, inputs_v), widths, strict=True):
             check_inputs(f"inputs_{name}", inputs, width)
+        embedded = read_positions(positions, key_positions, (inputs_q, inputs_k), query_offset)
         heads = self._project(inputs_q, inputs_k, inputs_v)  # [..., T, N, H], [..., S, K, H]
         sinks = self._sinks if sinks is None else sinks
         seed = self._dropout_seed(deterministic, rngs)
         if decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
-            attended = self._decode(*heads, sinks=sinks, prefill=prefill)
+            attended = self._decode(*heads, sinks=sinks, prefill=prefill, positions=embedded)
         else:
-            attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks)
+            attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
         attended = normalize_inner(attended, self.inner_norm)
         return self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
 
@@ -346,13 +368,15 @@ class RingDilatedAttention(nnx.Module):
                 check_count("batch_size", size)
             self.init_cache((*batch, max_length, self.in_features))
 
-    def _decode(self, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool) -> Array:
+    def _decode(
+        self, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool, positions: Positions
+    ) -> Array:
         variables = [getattr(self, name) for name in Cache.VARIABLES]
         if None in variables:
             raise ValueError("decode=True, but there is no cache: call init_cache first")
         cache = Cache(*(variable.get_value() for variable in variables))
         run = self.settings.prefill if prefill else self.settings.step
-        out, cache = run(query, key, value, cache, sinks)
+        out, cache = run(query, key, value, cache, sinks, positions)
         for variable, rows in zip(variables, cache, strict=True):
             variable.set_value(rows)
         return out

@@ -46,6 +46,8 @@ MODULES = [
     "_pattern.reach_warning",
     "_tools.plan",
     "_pattern.reference",
+    "_pattern.rope",
+    "_pattern.rotary",
     "_weights",
     "linen",
     "nn",

@@ -4,10 +4,12 @@ Knows no tiles. Letters: B batch, N query heads, K key/value heads, H width of q
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 
@@ -34,6 +36,12 @@ class Weighting(NamedTuple):
     def kept_scale(self) -> float:
         """What weights that are not dropped are multiplied with, so that their mean stays."""
         return 1 / (1 - self.dropout_rate)
+
+
+def with_positive_scale(array: Array, scale: Any) -> tuple[Array, float]:
+    """Returns queries or keys and the scale of their products, which is positive from here on: they take its sign."""
+    scale = 1 / math.sqrt(array.shape[-1]) if scale is None else float(scale)
+    return (array, scale) if scale > 0 else (array * np.sign(scale).astype(array.dtype), abs(scale) or 1.0)
 
 
 class Keys(NamedTuple):

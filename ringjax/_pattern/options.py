@@ -88,8 +88,8 @@ class PatternOptions(_Pattern, ChoiceOptions, total=False):
     """Which pairs attend to each other."""
 
 
-class TokenOptions(TypedDict, total=False):
-    """What belongs to the tokens of one call."""
+class ScaleOptions(TypedDict, total=False):
+    """What logits are multiplied with."""
 
     scale: Annotated[
         float | None,
@@ -100,6 +100,11 @@ class TokenOptions(TypedDict, total=False):
             check_scale,
         ),
     ]
+
+
+class TokenOptions(TypedDict, total=False):
+    """What belongs to the tokens of one call."""
+
     document_ids: Annotated[
         Documents | None,
         Option(
@@ -173,11 +178,11 @@ class ResultOptions(TypedDict, total=False):
     ]
 
 
-class WeightsOptions(PatternOptions, TokenOptions, total=False):
+class WeightsOptions(PatternOptions, ScaleOptions, TokenOptions, total=False):
     """The options of :func:`attention_weights`."""
 
 
-class ReferenceOptions(PatternOptions, TokenOptions, DropoutOptions, SeedOptions, total=False):
+class ReferenceOptions(PatternOptions, ScaleOptions, TokenOptions, DropoutOptions, SeedOptions, total=False):
     """The options of :func:`dilated_attention_reference`, but the one that its result's type depends on."""
 
 
