@@ -57,10 +57,10 @@ def ring_dilated_attention(
     2310.01889; LongNet, arXiv 2307.02486, equations 9 to 11). Tokens stay in the caller's order.
 
     The mesh is that of the caller's own shard_map, else `mesh`, else the one that the arrays carry, else the one that
-    `jax.set_mesh` holds; beside this jax takes no other. If it has no axis `axis_name`, or if there is no mesh, each
-    device computes all tokens. Inside the caller's own shard_map over `axis_name` the arguments are the local shards;
-    their batches and heads are taken to be all there are. A length that the mesh does not divide is padded inside. Its
-    output then lies whole on each device, and each device computes all that follows: see :func:`pad_to_mesh`.
+    `jax.set_mesh` holds; while one is set, JAX accepts no other. If it has no axis `axis_name`, or if there is no mesh,
+    each device computes all tokens. Inside the caller's own shard_map over `axis_name` the arguments are the local
+    shards; the call assumes that there are no other batches and heads. A length that the mesh does not divide is padded
+    inside. The whole output is then on each device, which computes all that follows: see :func:`pad_to_mesh`.
 
     Args:
       query: [..., T, N, H] in float32, bfloat16, float16 or float64, with any number of leading batch dimensions.
@@ -154,7 +154,7 @@ def _read_offset(query_offset: Any) -> tuple[int | None, Array | None]:
 def _make_plan(
     call: Call, strategy: str | tuple[str, ...], placement: Placement, weighting: Weighting, broadcast_dropout: bool
 ) -> Plan:
-    """Returns the plan of a call; where nothing says on which platform it will run, for others too."""
+    """Returns the plan of a call, with schedules for other platforms if its platform is not known before lowering."""
     schedules = call.schedules(strategy)
     implemented = call.implement(schedules, with_warning=True)
     is_elsewhere = call.implementation is None and implemented != schedules and not placement.is_platform_known
@@ -170,7 +170,7 @@ def _make_plan(
 
 
 def _nothing(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """Returns the results of no batches."""
+    """Returns the empty results of a call in which a batch dimension is 0."""
     dtype = accumulation_dtype(query, key, value)
     return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
 

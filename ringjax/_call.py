@@ -1,4 +1,4 @@
-"""A call in integers: what it asks for, and the schedules with which each strategy would serve it."""
+"""A call in integers: what it asks for, and its schedules under each strategy."""
 
 import dataclasses
 import functools
@@ -19,19 +19,19 @@ class Call:
     """What a call asks for.
 
     Args:
-      request: the arrays, or their shapes, and what implementations have to know. Batch and heads may be those of all
-        devices.
+      request: the arrays, or their shapes, and what implementations need to know. Its batch and heads may be those of
+        all devices.
       pattern: the pattern.
       num_queries, num_keys: the lengths of the whole sequences.
       query_offset: the position of the first query, None where it is known only when the program runs.
       num_devices: the devices along the sequence.
       batch: the sequences of a device.
-      num_heads: its query heads.
+      num_heads: the query heads of a device.
       num_unmapped: the devices over which the compiler may cut these sequences and heads once more.
-      document_itemsize: the bytes of the number of a document, 0 without documents.
+      document_itemsize: the bytes of a document number, 0 without documents.
       is_causal: whether queries see no later keys.
-      exchange_size: how many devices exchange, where the caller says so.
-      implementation: what computes, where the caller says so.
+      exchange_size: how many devices exchange tokens for heads, None if the caller does not say.
+      implementation: the implementation, None if the caller does not say.
     """
 
     request: Request
@@ -50,7 +50,7 @@ class Call:
 
     @classmethod
     def of(cls, asked: Any, request: Request, pattern: DilatedPattern, **sizes: Any) -> "Call":
-        """Returns the call of options that are read."""
+        """Returns the call with options that `read_options` has read."""
         size = None if asked.exchange_size is None else int(asked.exchange_size)
         named = {"exchange_size": size, "implementation": asked.implementation}
         return cls(request, pattern, is_causal=bool(asked.is_causal), **named, **sizes)
@@ -79,13 +79,13 @@ class Call:
     def max_block_rows(self) -> int:
         """The most rows of a tile."""
         extent = max(branch.extent for branch in self.pattern.branches)
-        # If those axes cut nothing, tiles are only larger than they need be.
+        # If the unmapped axes cut nothing, tiles are only larger than necessary.
         batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)
         shard_length = self.num_queries // self.num_devices
         return most_rows(self.request, self.num_devices, shard_length, batch_heads, extent)
 
     def schedules(self, strategy: str | tuple[str, ...]) -> Schedules:
-        """Returns the schedule of each branch, before implementations take it; "auto" asks the planner."""
+        """Returns the schedule of each branch, before an implementation is chosen; "auto" asks the planner."""
         if strategy == "auto":
             from ringjax._tools.forecast import best_strategy  # noqa: PLC0415 - the one tool that a call can need
 
@@ -106,7 +106,7 @@ class Call:
         return choose_travelling_side(self.work, schedules_with(make, strategies, sizes, self.pattern.heads))
 
     def implement(self, schedules: Schedules, with_warning: bool = False) -> Schedules:
-        """Returns the schedules in the tiles of what computes them.
+        """Returns the schedules with the implementation of each, in its tiles.
 
         Raises:
           ValueError: if the named implementation cannot serve all branches.
@@ -115,11 +115,11 @@ class Call:
         return choose_travelling_side(self.work, implemented)
 
     def obstacle(self, schedules: Schedules) -> str | None:
-        """Returns why what computes cannot serve such schedules, None where it can."""
+        """Returns why the implementation cannot serve the schedules, None where it can."""
         return obstacle(schedules, self.implementation, self._request_for(schedules))
 
     def obstacles(self, schedules: Schedules, schedule: BranchSchedule) -> list[tuple[str, str]]:
-        """Returns, where callers name none, the implementations preferred to what serves one of them, and why not."""
+        """Returns the implementations preferred to that of `schedule`, with why each cannot serve; [] if one is set."""
         return [] if self.implementation is not None else obstacles(schedule, self._request_for(schedules))
 
     def _request_for(self, schedules: Schedules) -> Request:

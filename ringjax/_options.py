@@ -24,7 +24,7 @@ from ringjax._schedule.strategy import Strategy, check_exchange, check_strategy,
 
 
 class KernelOptions(TypedDict, total=False):
-    """What computes, and in which pieces."""
+    """Which implementation computes, and in which pieces."""
 
     exchange_size: Annotated[
         int | None,
@@ -100,7 +100,7 @@ class StrategyOptions(TypedDict, total=False):
 
 
 class MeshOptions(TypedDict, total=False):
-    """Where arrays lie."""
+    """The mesh, and how arrays lie on it."""
 
     mesh: Annotated[Mesh | AbstractMesh | None, Option(None, "the mesh to run on.", check_mesh)]
     axis_name: Annotated[str, Option("seq", "the mesh axis that the sequence is sharded along.", check_axis_name)]
@@ -125,11 +125,11 @@ class ModuleOptions(
 class FactoryOptions(
     PatternOptions, ScaleOptions, TokenOptions, StrategyOptions, KernelOptions, MeshOptions, total=False
 ):
-    """The options of :func:`attention_fn`: Flax's modules say those of dropout themselves."""
+    """The options of :func:`attention_fn`, without those of dropout, which Flax's modules pass in each call."""
 
 
 class Options(ModuleOptions, TokenOptions, SeedOptions, total=False):
-    """The options of :func:`ring_dilated_attention`, but the one that its result's type depends on."""
+    """The options of :func:`ring_dilated_attention`, except the one on which the type of its result depends."""
 
 
 class AllOptions(Options, ResultOptions, total=False):
@@ -137,7 +137,7 @@ class AllOptions(Options, ResultOptions, total=False):
 
 
 def read_checked(table: Any, given: Any, remedies: Any, of: str) -> tuple[DilatedPattern, Any]:
-    """Returns the pattern that options say, and all options as attributes; see `read_options`.
+    """Returns the pattern of the options, and all options as attributes; see `read_options`.
 
     Raises:
       TypeError, ValueError: naming the option, its value and the remedy.
@@ -151,7 +151,7 @@ def read_checked(table: Any, given: Any, remedies: Any, of: str) -> tuple[Dilate
 
 
 def needs_of(asked: Any) -> tuple[str, ...]:
-    """Returns the options that ask for what few implementations serve."""
+    """Returns the names of the given options that only few implementations serve."""
     is_asked = {
         "document_ids": getattr(asked, "document_ids", None) is not None,
         "logits_soft_cap": asked.logits_soft_cap is not None,

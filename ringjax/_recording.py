@@ -1,4 +1,4 @@
-"""Records the calls of attention that a function makes while it is traced, for those who explain them."""
+"""Records the attention calls that a function makes while it is traced, for tools that explain or measure them."""
 
 import contextlib
 import contextvars
@@ -10,7 +10,7 @@ from ringjax._mesh.placement import Placement
 
 
 class Record(NamedTuple):
-    """A call, the strategy that was asked for, where its arrays lie, and where its mesh is from."""
+    """A call, the requested strategy, the placement of its arrays, and where its mesh is from."""
 
     call: Call
     strategy: Any
@@ -23,7 +23,7 @@ _RECORDS: contextvars.ContextVar[list[Record] | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Record]]:
-    """Gives the list of what is recorded inside."""
+    """Yields the list to which calls inside the context are recorded."""
     records: list[Record] = []
     token = _RECORDS.set(records)
     try:
@@ -33,7 +33,7 @@ def recording() -> Iterator[list[Record]]:
 
 
 def record(one: Record) -> None:
-    """Records a call, if anybody wants to know."""
+    """Records a call inside `recording`, and does nothing elsewhere."""
     records = _RECORDS.get()
     if records is not None:
         records.append(one)

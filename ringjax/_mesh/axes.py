@@ -38,7 +38,7 @@ def cut_of_batch(array: Array) -> Axes:
 
 
 def reshard(array: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
-    """Gives an array the type that a spec says, of the Explicit axes of a mesh, and constrains it to the Auto ones."""
+    """Reshards an array as a spec says: by its type along Explicit mesh axes, by a constraint along Auto axes."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     typed, auto = (
         [tuple(axis for axis in axes if kinds[axis] == kind) for axes in axes_of(spec)]
@@ -55,8 +55,8 @@ def varying_axes(array: Any) -> frozenset[str]:
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
-# XLA:CPU aborts on sums over devices below float32 inside a shard_map that leaves other axes to the compiler.
-# Elsewhere such sums would lose a digit with every doubling of the devices.
+# Sums over devices are in float32 at least. Below it, XLA:CPU aborts inside a shard_map that leaves other axes to the
+# compiler, and elsewhere sums would lose a digit with every doubling of the devices.
 
 
 def vary(array: Array, axes: Iterable[str]) -> Array:

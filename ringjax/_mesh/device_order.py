@@ -27,22 +27,22 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh like :func:`jax.make_mesh`, whose rings along the sequence axis hop between near neighbours.
 
-    Wherever the sequence axis stands among the axes, its devices are those of one node (of one slice) before they are
-    those of the next, so that the fewest hops cross the network. On a TPU a ring walks round a box of the grid, each
-    hop to a neighbouring chip, and the axes of `inner_axes` lead to the boxes beside it. Unlike :func:`jax.make_mesh`
-    it takes devices of several nodes or slices.
+    The sequence axis, at any place among the axes, goes through the devices of one node (of one slice) before those of
+    the next, so that the fewest hops cross the network. On a TPU a ring walks around a box of the grid, each hop to a
+    neighboring chip, and the axes of `inner_axes` lead to adjacent boxes. Unlike :func:`jax.make_mesh` it accepts
+    devices of several nodes or slices.
 
     Args:
       axis_shapes: the size of each axis.
       axis_names: the name of each axis.
       axis_types: the type of each axis; by default they are Explicit, as in :func:`jax.make_mesh`.
       axis_name: the mesh axis that the sequence is sharded along.
-      inner_axes: axes, if there are such, whose devices are to be nearer still, as they communicate in every layer and
-        wait for it.
+      inner_axes: axes whose devices are to be nearer still, as they communicate in every layer and wait for it; names
+        that the mesh does not have are ignored.
       exchange_size: how many devices exchange tokens for heads, where ``strategy="all_to_all"`` has a ring between such
         groups, see :func:`ring_dilated_attention`. On a TPU that ring then hops between neighbours, and the devices of
         a group lie further apart.
-      devices: the devices; by default all. Of more than the mesh needs, the first are taken.
+      devices: the devices; by default all. If there are more than the mesh needs, it uses the first ones.
 
     Returns:
       The mesh, with the axes in the order of `axis_names`.
@@ -99,7 +99,7 @@ def _rings(devices: list[Any], ring: int, inner: int, exchange_size: int) -> np.
 
 
 def _grid(devices: list[Any]) -> dict[Cell, Any]:
-    """Returns the devices by their places in a TPU's grid; nothing if they have none or do not fill a box of it."""
+    """Returns the devices by their coordinates in a TPU's grid; {} if they have none or do not fill a box of it."""
     if devices[0].platform != "tpu":
         return {}
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
@@ -109,7 +109,7 @@ def _grid(devices: list[Any]) -> dict[Cell, Any]:
 
 
 def _walks(grid: dict[Cell, Any], size: int) -> list[list[Any]]:
-    """Returns the devices of a grid by boxes of one size, those of a box in the order of a walk round it."""
+    """Returns the devices of each box of a grid cut into boxes of one size, in the order of a walk around the box."""
     shape = tuple(side + 1 for side in max(grid))
     divisors = [[part for part in range(1, side + 1) if side % part == 0] for side in shape]
     boxes = [box for box in itertools.product(*divisors) if math.prod(box) == size]
@@ -134,10 +134,10 @@ def is_round(shape: Cell) -> bool:
 
 
 def round_walk(shape: Cell) -> list[Cell]:
-    """Returns the cells of a box in the order of :func:`snake`, the last beside the first wherever that can be.
+    """Returns the cells of a box in the order of :func:`snake`, the last beside the first wherever possible.
 
-    One even side counts the rows, and a snake through the others the columns: the walk goes to and fro through the rows
-    without their first column, and back along that.
+    One even side counts the rows, and a snake through the other sides counts the columns. The walk goes back and forth
+    through the rows without their first column, and returns along that column.
     """
     if not is_round(shape) or math.prod(shape) <= 2:
         return snake(shape)

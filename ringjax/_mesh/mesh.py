@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 
 def check_mesh(name: str, mesh: Any) -> None:
-    """Checks the mesh that a call is given, or None for none.
+    """Checks the mesh that a call is given, or None.
 
     Raises:
       TypeError: naming the argument, its value and the remedy.
@@ -33,7 +33,7 @@ def check_axis_name(name: str, axis: Any) -> None:
 
 
 def check_spec(name: str, spec: Any) -> None:
-    """Checks what says how arrays lie, or None where their types say it.
+    """Checks the spec of arrays, or None if their types say how they lie.
 
     Raises:
       TypeError: naming the argument, its value and the remedy.
@@ -59,7 +59,7 @@ def find_mesh(
 ) -> tuple[Mesh | AbstractMesh | None, str]:
     """Returns the mesh that a call runs on, if there is one, and where it is from.
 
-    That of the caller's own shard_map, else the argument, else the one that the arrays carry, else `jax.set_mesh`'s.
+    It is that of the caller's own shard_map, else the argument, else that of the arrays, else that of `jax.set_mesh`.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes:  # no other mesh is possible there
@@ -67,7 +67,7 @@ def find_mesh(
     if mesh is not None:
         return mesh, "the argument mesh="
     carried = next(filter(None, map(mesh_of, arrays)), None)
-    if carried is not None:  # traced arrays carry the one that is set
+    if carried is not None:  # traced arrays carry the mesh of jax.set_mesh
         return carried, "jax.set_mesh" if getattr(carried, "abstract_mesh", carried) == context else "the arrays"
     return (None, "nowhere") if context.empty else (context, "jax.set_mesh")
 
@@ -83,7 +83,7 @@ def find_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> tuple[Mesh | 
 
 def mesh_of(array: Array) -> Mesh | AbstractMesh | None:
     """Returns the mesh that an array carries, if it carries one."""
-    # A traced array shows its mesh in its type alone; a concrete one has a mesh of devices.
+    # A traced array has its mesh only in its type; a concrete one has a mesh of devices.
     if isinstance(array, Tracer):
         mesh = jax.typeof(array).sharding.mesh
     else:
@@ -92,7 +92,7 @@ def mesh_of(array: Array) -> Mesh | AbstractMesh | None:
 
 
 def check_abstract(mesh: Any, arrays: tuple[Array, ...]) -> None:
-    """Checks that something says on which devices an abstract mesh is.
+    """Checks that the devices of an abstract mesh are known.
 
     Raises:
       ValueError: naming the mesh and the remedy.
@@ -106,7 +106,7 @@ def check_abstract(mesh: Any, arrays: tuple[Array, ...]) -> None:
 
 
 class Target(NamedTuple):
-    """A platform, named as programs are lowered for it, and what jax calls its devices."""
+    """A platform, by its name in lowering, and the kind of its devices, by JAX's name."""
 
     platform: str
     device_kind: str
@@ -117,7 +117,7 @@ _TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target"
 
 @contextlib.contextmanager
 def traced_for(target: Target | None) -> Iterator[None]:
-    """Lets calls inside be traced as if their devices were others, which need not be there."""
+    """Traces calls inside the context as if they ran on the devices of `target`, which need not be present."""
     token = _TARGET.set(target)
     try:
         yield
@@ -138,7 +138,7 @@ def kind_of(mesh: Mesh | AbstractMesh | None, platform: str) -> str:
 
 
 def platform_of(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bool]:
-    """Returns the platform of a mesh or an array, else the default one, and whether a call will run on it."""
+    """Returns the platform of a mesh or an array, else the default, and whether a call is known to run on it."""
     target = _TARGET.get()
     if target is not None:
         return target.platform, True
@@ -153,5 +153,5 @@ def platform_of(mesh: Mesh | AbstractMesh | None, array: Array) -> tuple[str, bo
 
 
 def lowered_platform(platform: str) -> str:
-    """Returns the name of a platform as programs are lowered for it, given what its devices say."""
+    """Returns the name of a platform in lowering, given the name that its devices have."""
     return {"gpu": "cuda"}.get(platform, platform)

@@ -1,9 +1,9 @@
-"""An order for what does not depend on each other, where compilers need one: collectives on CPUs, arrays elsewhere.
+"""Orders operations that do not depend on each other, where XLA needs it: collectives on CPUs, arrays elsewhere.
 
 XLA:CPU tells the collectives of a program apart by their channel and their devices, which are the same for all permutes
 of a shard_map. It starts them in one order on every device, but does not wait for the end of a loop before it starts
-what is independent of it: a permute behind a loop can meet one inside of it, and the process aborts or hangs. Other
-platforms order collectives themselves, and are to overlap them as they like.
+operations that are independent of it. A permute after a loop can then be matched with one inside the loop, and the
+process aborts or hangs. Other platforms order collectives themselves, and stay free to overlap them.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ LANES = 128  # the columns of a TPU's register
 
 
 def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
-    """Returns the arrays. On CPUs they are made to depend on those that are `earlier`, and so come after them.
+    """Returns the arrays. On CPUs they depend on the arrays `earlier`, and so come after them.
 
-    So they are on TPUs where something copies them anyway, `is_copied`: elsewhere it would be a pass more.
+    On TPUs they do so only if they are copied anyway (`is_copied`): otherwise it would cost an extra pass.
     """
     if not jax.tree.leaves(earlier):
         return arrays
@@ -42,32 +42,32 @@ def when_lowered(default: Callable[..., Any], by_platform: dict[str, Callable[..
 
 
 def unroll(numbers: Array, platform: str | None) -> int:
-    """Returns how many steps of a loop, one for each of the numbers, are one trip between kernels for a platform.
+    """Returns the unroll factor of a loop with a step for each of the numbers, around kernels for a platform.
 
-    Between those for TPUs, with one step a trip, XLA copies what a trip receives before the next one sends it. On GPUs,
-    and between tiles of its own, two steps take more memory, and on GPUs their permutes do not overlap. At least two
-    trips remain, so that it stays a loop: unrolled whole, XLA would merge the backward's permutes with the forward's,
-    and keep every shard alive in between.
+    Around kernels for TPUs, without unrolling, XLA copies what an iteration receives before the next one sends it. On
+    GPUs, and around XLA's own tiles, two steps per iteration take more memory, and on GPUs their permutes do not
+    overlap. At least two iterations remain, so that it stays a loop: if it were fully unrolled, XLA would merge the
+    backward's permutes with the forward's, and keep every shard live in between.
     """
     return 2 if platform == "tpu" and len(numbers) >= 4 else 1
 
 
 def in_turn(arrays: Any, computed: Any, platform: str | None) -> Any:
-    """Returns the arrays, for kernels of a platform that come after what is `computed`.
+    """Returns the arrays; with kernels for TPUs, an ordering barrier keeps their uses after what is `computed`.
 
-    Kernels for TPUs copy what they read: a compiler that begins several branches has the copies of all at once.
+    The inputs of these kernels are copied: if XLA began several branches at once, all their copies would be live.
     """
     return behind(arrays, computed) if platform == "tpu" else arrays
 
 
 def behind(arrays: Any, computed: Any) -> Any:
-    """Returns the arrays [B, n, ...]. On TPUs what is made of them begins after what is `computed`, in other passes."""
+    """Returns the arrays [B, n, ...]. On TPUs a barrier keeps their uses after what is `computed`, in other passes."""
     if not jax.tree.leaves(computed):
         return arrays
 
     def wait(arrays: Any, computed: Any) -> Any:
-        # Compilers lay out by its shape what passes a barrier. Narrow arrays pass it with their rows last: else they
-        # would be copied, to lanes that they do not fill.
+        # XLA chooses the layout of an array at a barrier by its shape. Narrow arrays pass it with their rows last:
+        # otherwise they would get a relayout copy, to lanes that they do not fill.
         is_narrow = lambda array: array.shape[-1] % LANES != 0
         transposed = jax.tree.map(lambda array: jnp.moveaxis(array, 1, -1) if is_narrow(array) else array, arrays)
         passed, _ = jax.lax.optimization_barrier((transposed, computed))
@@ -91,7 +91,7 @@ def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple
 
 
 def _count_bits(arrays: Any) -> Array:
-    """The number of set bits in one word of each array."""
+    """Returns the sum, over the arrays, of the set bits in one word of each."""
     words = (jax.lax.population_count(_word(jnp.asarray(array))) for array in jax.tree.leaves(arrays))
     return sum(words, jnp.uint32(0))
 

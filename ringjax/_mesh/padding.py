@@ -1,4 +1,4 @@
-"""Padding of sequences to lengths that a mesh divides, once, before a model: so nothing behind it has to be whole."""
+"""Padding of sequences to lengths that a mesh divides, once, before a model, so that its arrays can stay sharded."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, find
 from ringjax._pattern.arguments import read_ids
 from ringjax._pattern.counts import is_integer
 
-PADDING = -1  # the document of tokens that are none
+PADDING = -1  # the document of padding tokens
 
 
 def pad_to_mesh(
@@ -33,7 +33,7 @@ def pad_to_mesh(
 
     Args:
       tokens: [..., T, D], embeddings; or [..., T] with ``axis=-1``, such as the numbers of tokens.
-      document_ids: integers [..., T], the documents that there are; all tokens are of document 0 by default.
+      document_ids: integers [..., T], the document of each token; by default all tokens are of document 0.
       axis: the axis of T, from the end: -1, -2, ...
       mesh: the mesh; by default that of `tokens`, or the one that :func:`jax.set_mesh` holds. Without one, or without
         its axis `axis_name`, nothing is padded.
@@ -43,7 +43,7 @@ def pad_to_mesh(
       The padded tokens [..., P, D], and their documents [..., P], which are -1 for padding: no token attends to it.
 
     Raises:
-      ValueError: for an `axis` that is not negative or that there is not, for documents of another shape, for a `mesh`
+      ValueError: for an `axis` that is not negative or does not exist, for documents of another shape, for a `mesh`
         without `axis_name`, and inside a shard_map over `axis_name`, where no shard may be padded by itself.
       TypeError: for documents that are no integers.
 
@@ -68,7 +68,7 @@ def pad_to_mesh(
         return tokens, ids
     if axis_name in getattr(found, "manual_axes", ()):
         raise ValueError(f"pad_to_mesh inside a shard_map over {axis_name!r} sees one shard: call it before")
-    # Outside of jax.jit the tokens alone may say on which devices an abstract mesh is, for the documents too.
+    # Outside jax.jit, the devices of an abstract mesh may be known from the tokens alone: so one jit pads both arrays.
     pad = _pad if isinstance(found, Mesh) else jax.jit(_pad, static_argnums=(2, 3, 4))
     return pad(tokens, ids, axis, found, axis_name)
 
@@ -95,7 +95,7 @@ def unpad(array: Shaped[Array | np.ndarray, "..."], length: int, *, axis: int = 
       [..., T, D].
 
     Raises:
-      ValueError: for an `axis` that is not negative or that there is not, or a length beyond P.
+      ValueError: for an `axis` that is not negative or does not exist, or a length beyond P.
       TypeError: for a length that is no integer.
 
     Example:
@@ -114,7 +114,7 @@ def unpad(array: Shaped[Array | np.ndarray, "..."], length: int, *, axis: int = 
 
 
 def _shard(array: Array, axis: int, mesh: Any, axis_name: str | None) -> Array:
-    """Shards a dimension along an axis of a mesh, or none, and the others as they are."""
+    """Shards a dimension along an axis of a mesh, or along none, and leaves the other dimensions as they are."""
     if mesh is None:
         return array
     if AxisType.Explicit in mesh.axis_types:

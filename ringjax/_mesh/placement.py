@@ -23,8 +23,8 @@ class Placement(NamedTuple):
     that shard_map has to make manual. It is empty where there is no mesh, or where the caller's own shard_map has made
     all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions; the first `num_vmaps` of
     the batch dimensions are instances of vmaps. `unmapped` holds the Auto axes of several devices that are not mapped,
-    `num_unmapped` devices: what they cut, the compiler decides. The `platform` has the name that programs are lowered
-    for: "cuda", not "gpu". Until the call is lowered, one that is not known is jax's default one.
+    `num_unmapped` devices in all: the compiler decides what they cut. `platform` is the name in lowering: "cuda", not
+    "gpu". If it is known only at lowering, it is JAX's default platform until then.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no axis cuts the arrays beyond what is known here: jit may shard them over a mesh that it hides."""
+        """Whether no axis cuts the arrays beyond those known here: without a known mesh, jit may still shard them."""
         is_seen = self.mesh is not None or self.axis_name is not None or jax.device_count() == 1
         return is_seen and not self.unmapped
 
@@ -60,12 +60,12 @@ class Placement(NamedTuple):
         return kind_of(self.mesh, self.platform)
 
     def length(self, array: Array) -> int:
-        """Returns the number of tokens of the whole sequence that an array [*batch, T, heads, width] is, or is of."""
+        """Returns the length of the whole sequence, given an array [*batch, T, heads, width] of it or of one shard."""
         is_shard = self.axis_name is not None and self.axis_name not in self.mapped
         return array.shape[-3] * (self.num_shards if is_shard else 1)
 
     def check_shards(self, shards: dict[str, Array], query_offset: Any) -> None:
-        """Checks that arrays are shards of the sequence, and its offset is not, where the caller's shard_map checks it.
+        """Checks that arrays vary along the sequence axis and the offset does not, if the caller's shard_map tracks it.
 
         Raises:
           ValueError: naming the axis and the remedy.
@@ -73,7 +73,7 @@ class Placement(NamedTuple):
         axis = self.axis_name
         if axis is None or axis in self.mapped or self.num_shards == 1:
             return
-        if axis not in varying_axes(jax.lax.axis_index(axis)):  # of a shard_map that does not check
+        if axis not in varying_axes(jax.lax.axis_index(axis)):  # inside a shard_map with check_vma=False
             return
         same = [name for name, array in shards.items() if axis not in varying_axes(array)]
         if same:
@@ -92,11 +92,11 @@ class Placement(NamedTuple):
         """Returns the function of shards as one of whole arrays.
 
         "q" is laid out as queries are, "k" as keys, "d" as queries without heads, "i" as the instances of vmaps, and
-        "r" is the same everywhere; of "Q" and "K" each device has the whole length.
+        "r" is the same everywhere. "Q" and "K" are like "q" and "k", but each device has the whole length.
         """
         if self.mesh is None:
             return function
-        # All axes are named by naming none: then a vmap along one of them can take it out.
+        # An empty set means all axes; a vmap along one of them can then remove it.
         axis_names = frozenset() if self.mapped == set(self.mesh.axis_names) else self.mapped
         return jax.shard_map(
             function,
@@ -147,7 +147,7 @@ class Placement(NamedTuple):
         return P(*(axes or None for axes in self.batch), length, *heads)
 
     def reshard(self, array: Array, kind: str, is_length_sharded: bool = True) -> Array:
-        """Gives an array the type that `map` takes; only typed axes ask for it."""
+        """Gives an array the sharding that `map` takes in its type, which only Explicit axes need."""
         if self.mesh is None or not self.is_explicit:
             return array
         return reshard(array, self.mesh, self._spec(kind, is_length_sharded))
@@ -163,12 +163,12 @@ def find_placement(
 ) -> Placement:
     """Returns the placement of a call's arrays.
 
-    The mesh is that of `find_mesh`. How its axes cut the arrays is what `spec` says if given, else what the types of
-    the arrays say of Explicit axes.
+    The mesh is that of `find_mesh`. Its axes cut the arrays as `spec` says if given, else its Explicit axes cut them as
+    their types say.
 
     Raises:
-      ValueError: if `spec` names axes that there are not, or if a dimension is sharded over axes that it must not be
-        sharded over.
+      ValueError: if `spec` names axes that the mesh does not have, or if a dimension is sharded over axes that it must
+        not be sharded over.
     """
     check_abstract(mesh, (query, key, value))
     mesh, _ = find_mesh((query, key, value), mesh)
@@ -184,8 +184,8 @@ def find_placement(
     has_axis = axis_name in types
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
     mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
-    # What has one device cuts nothing, but kernels take no axis that is the compiler's. Where the caller's shard_map
-    # left it so, another one around this call would be one too many.
+    # An axis of one device cuts nothing, but is mapped too, since kernels accept no Auto axis. Inside the caller's own
+    # shard_map it stays Auto: mapping it would need another shard_map around this call.
     if (mapped or has_axis) and AxisType.Manual not in types.values():
         mapped |= {name for name, kind in types.items() if kind == AxisType.Auto and mesh.shape[name] == 1}
     arrays = {"query": query, "key": key, "value": value}
@@ -233,7 +233,7 @@ def check_spec(
     axis_name: str,
     name: str = "query",
 ) -> None:
-    """Checks that queries [*batch, T, N, H], and so many key/value heads, can lie on a mesh as a spec says.
+    """Checks that queries [*batch, T, N, H], and `num_kv_heads` key/value heads, can lie on a mesh as a spec says.
 
     Raises:
       ValueError: naming the spec and the remedy.
@@ -281,8 +281,8 @@ def _check_cuts(cuts: dict[str, Cuts], axis_name: str) -> None:
 def _split_heads(
     mesh: Mesh | AbstractMesh, heads: Axes, kv_heads: dict[str, Axes], num_kv_heads: int
 ) -> dict[str, Axes]:
-    # Key/value heads follow the query heads where the axes divide them. Fewer heads than devices stay whole, and each
-    # device picks the one that its query heads share.
+    # Key/value heads are cut like query heads if the axes divide them. If they are fewer than the devices, every device
+    # has all of them, and picks the one that its query heads share.
     shards = math.prod(mesh.shape[axis] for axis in heads)
     for name, axes in kv_heads.items():
         if axes not in ((), heads):

@@ -1,4 +1,4 @@
-"""Arrays that are made where the tokens of a mesh are, and rows that all its devices get."""
+"""Arrays that are made with the sharding of a mesh's tokens, and rows that are replicated on all its devices."""
 
 import functools
 import math
@@ -19,14 +19,14 @@ def sharded_zeros(
 ) -> Array:
     """Returns zeros [*batch, rows, heads, width] whose rows are sharded along an axis of the mesh, if one is named.
 
-    Their batch and heads are sharded as `spec` says of queries; heads that these axes do not divide are whole.
+    Their batch and heads are sharded as `spec` says of queries; heads that its axes do not divide are replicated.
     """
     if mesh is None:
         return jnp.zeros(shape, dtype)
     batch, _, heads, _ = cuts_of(P() if spec is None else spec, len(shape))
     fits = shape[-2] % math.prod(mesh.shape[axis] for axis in heads) == 0
     spec = P(*(axes or None for axes in batch), axis_name, heads if fits and heads else None)
-    if isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:  # it alone says on which devices to run
+    if isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:  # only the mesh says on which devices to run
         return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=NamedSharding(mesh, spec))(shape, dtype)
     return _constrained_zeros(shape, dtype, mesh, spec)
 
@@ -53,7 +53,7 @@ def token_positions(array: Array, mesh: Mesh | AbstractMesh | None, axis_name: s
     return _sharded_positions(array, placement.mesh, placement.axis_name)
 
 
-# Jitted with the array as an argument: outside of jax.jit it alone says on which devices an abstract mesh is.
+# Jitted with the array as an argument: outside jax.jit, only the array says on which devices an abstract mesh is.
 @functools.partial(jax.jit, static_argnums=(1, 2), keep_unused=True)
 def _sharded_positions(array: Array, mesh: Mesh | AbstractMesh, axis_name: str) -> Int[Array, "T"]:
     length, typed = array.shape[-3], jax.typeof(array).sharding
@@ -62,15 +62,15 @@ def _sharded_positions(array: Array, mesh: Mesh | AbstractMesh, axis_name: str) 
         sharding = NamedSharding(typed.mesh, P(typed.spec[-3]))
         return jax.lax.broadcasted_iota(jnp.int32, (length,), 0, out_sharding=sharding)
     positions = jnp.arange(length, dtype=jnp.int32)
-    if kind(mesh) == AxisType.Explicit:  # which tokens are not on yet
+    if kind(mesh) == AxisType.Explicit:  # the tokens are not on this mesh yet
         return positions
     return jax.lax.with_sharding_constraint(positions, NamedSharding(mesh, P(axis_name)))
 
 
 def take_whole(array: Array, rows: Int[Array, "R"], axis: int, kv_heads: int = 0) -> Array:
-    """Returns some rows along an axis, counted from the end, which every device along it gets.
+    """Returns some rows along an axis, counted from the end, replicated over the devices along it.
 
-    Heads behind these are whole as well where what cuts them does not divide so many key/value heads.
+    The next axis, of heads, is replicated as well if the mesh axes that cut it do not divide `kv_heads`.
     """
     index = (..., rows, *[slice(None)] * (-1 - axis))
     sharding = jax.typeof(array).sharding

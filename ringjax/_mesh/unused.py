@@ -10,7 +10,7 @@ from ringjax._pattern.warning import warn_once
 
 
 class MeshWarning(UserWarning):
-    """A mesh is there, and its devices all compute the same: the attention, or what follows it.
+    """All devices of a mesh compute the same: the attention, or what follows it.
 
     To stop instead of wasting devices, make the warning an error:
 
@@ -28,7 +28,7 @@ axis_name='context'
     """
 
 
-# What others call the axis of the sequence.
+# Common names for the axis of the sequence.
 _LIKE_SEQUENCE = ("context", "cp", "ctx", "length", "ring", "sequence", "seq", "sp", "tokens")
 
 
@@ -41,7 +41,7 @@ def warn_of_mesh(placement: Placement, arrays: tuple[Array, ...], axis_name: str
     idle = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in cutting)
     like_sequence = [name for name in idle if name.lower() in _LIKE_SEQUENCE]
     known = [size for size in (*query.shape[:-3], query.shape[-2]) if isinstance(size, int)]
-    # Auto axes may cut batches and heads, unseen: as many as there are of both.
+    # Auto axes may cut batches and heads without being visible here, over at most as many devices as there are of both.
     is_too_many = math.prod(known) < math.prod(mesh.shape[name] for name in idle)
     if idle and (like_sequence or is_too_many):
         likely = (like_sequence or idle)[-1]

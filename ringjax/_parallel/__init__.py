@@ -1,1 +1,1 @@
-"""What the devices do: rows travel and meet, results are added, and the whole is differentiated."""
+"""What the devices do: they exchange rows, compute attention steps, add branches, and differentiate the whole."""

@@ -1,4 +1,4 @@
-"""The collectives that move the rows of a branch: round rings, along hops, halves that are swapped, and all to each."""
+"""The collectives that move rows of a branch: ring permutes, hops, zigzag swaps, all-gather and reduce-scatter."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from ringjax._schedule.schedule import BranchSchedule
 
 
 class Moved(NamedTuple):
-    """Arrays that were moved: those that differ in their last dimension alone in one message, side by side.
+    """Arrays after a move: those that differ only in their last dimension are concatenated into one message.
 
-    `places` are the numbers of the arrays in each message, `ends` where they end there.
+    `places` has the indices of the arrays in each message, `ends` the split points between them.
     """
 
     messages: tuple[Array, ...]
@@ -25,17 +25,17 @@ class Moved(NamedTuple):
     ends: tuple[tuple[int, ...], ...]
 
     def take_apart(self) -> tuple[Array, ...]:
-        """Returns the arrays."""
+        """Splits the messages, and returns the arrays in their original order."""
         arrays: dict[int, Array] = {}
         for message, place, ends in zip(self.messages, self.places, self.ends, strict=True):
             arrays |= zip(place, jnp.split(message, ends, axis=-1), strict=True)
-        # Whoever waits for one waits for all.
+        # The first array depends on the others, so whatever waits for it waits for all messages.
         first, *rest = (arrays[number] for number in range(len(arrays)))
         return (after(first, rest), *rest) if len(self.messages) > 1 else (first, *rest)
 
 
 def _pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
-    """Moves arrays in as few messages as may be."""
+    """Moves arrays in as few messages as possible."""
     kinds = [(array.dtype, array.shape[:-1]) for array in arrays]
     messages, places, all_ends = [], [], []
     for kind in dict.fromkeys(kinds):
@@ -48,7 +48,7 @@ def _pack(move: Callable[[Array], Array], arrays: Sequence[Array]) -> Moved:
 
 
 class Collectives(NamedTuple):
-    """How rows of a branch move between the shards of an exchange; tiles of them have rows along `rows_axis`."""
+    """Moves rows of a branch between shards. Their tiles have the padded rows along `rows_axis`."""
 
     schedule: BranchSchedule
     ulysses: Ulysses
@@ -59,18 +59,18 @@ class Collectives(NamedTuple):
         return self._permute(arrays, self.schedule.permutation(hops))
 
     def hop(self, arrays: Any, hops: int) -> Any:
-        """Moves every shard's arrays by `hops` shards, but not beyond its ring's ends: there zeros arrive."""
+        """Moves every shard's arrays by `hops` shards, without wrapping around: shards without a source get zeros."""
         return self._permute(arrays, self.schedule.hop(hops))
 
     def hop_rows(self, rows: tuple[Array, ...], hops: int) -> Moved:
-        """Moves rows [B, m, K, D] as `hop` does, those of one dtype and shape in one message."""
+        """Moves rows [B, m, K, D] as `hop` does, with one message for each dtype and [B, m, K]."""
         return _pack(lambda packed: self.hop(packed, hops), rows)
 
     def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
         return jax.lax.ppermute(arrays, self.ulysses.axis_name, self.ulysses.pairs(permutation))
 
     def swap(self, tiles: Any) -> Any:
-        """Gives the second half of the tiles to the partner, and sorts what is then here, where it has to be sorted."""
+        """Swaps the second half of the tiles with the zigzag partner, then sorts the halves if the schedule says so."""
         return self._sort(self._give(tiles)) if self.schedule.is_zigzag else tiles
 
     def swap_back(self, tiles: Any) -> Any:
@@ -83,7 +83,7 @@ class Collectives(NamedTuple):
         def give(array: Array) -> Array:
             (own, given), axis = self._halves(array), self._axis(array)
             taken = self._permute(given, permutation)
-            if self.schedule.sorts_halves:  # which makes one array of both anyway
+            if self.schedule.sorts_halves:  # sorting copies both halves anyway
                 return jax.lax.concatenate([own, taken], axis)
             return jax.lax.dynamic_update_slice_in_dim(array, taken, given.shape[axis], axis)
 
@@ -104,14 +104,14 @@ class Collectives(NamedTuple):
         return self.rows_axis % array.ndim
 
     def gather(self, tiles: Any) -> Any:
-        """Brings the tiles of all shards that share a segment to each of them: by groups of tiles, then by shards."""
+        """Gathers the tiles of all shards that share a segment on each of them, by tile group, then by shard."""
         parts = self.schedule.gather_size, self.schedule.keys.num_tile_groups
         collect = lambda array, axis, **groups: jax.lax.all_gather(array, axis=axis, **groups)
         gathered = self._collect(collect, tiles)
         return jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), gathered)
 
     def scatter(self, tiles: Any) -> Any:
-        """Brings each shard the sum of what the shards hold for its tiles: the transpose of `gather`."""
+        """Returns, on each shard, the sum over shards of what they hold for its tiles: the transpose of `gather`."""
         parts = self.schedule.keys.num_tile_groups, self.schedule.gather_size
         by_shards = jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), tiles)
         collect = lambda array, axis, **groups: jax.lax.psum_scatter(array, scatter_dimension=axis, **groups)
@@ -128,7 +128,7 @@ class Collectives(NamedTuple):
         )
         if self.rows_axis:
             return jax.tree.map(lambda array: collect(array, self._axis(array)), tiles)
-        # As rows, whose order no compiler changes: XLA:CPU else lays out tiles behind a gather, where there are more.
+        # Gathered as 2D rows, whose layout XLA:CPU keeps: it would relayout the more numerous tiles after the gather.
         return jax.tree.map(lambda array: collect(_rows(array), 0).reshape(-1, *array.shape[1:]), tiles)
 
 

@@ -1,10 +1,10 @@
-"""The combination of branches: the results of each, of the rows that it keeps, become a total of all tokens.
+"""The combination of branches: results of each, for the rows that it keeps, merge into a total over all tokens.
 
 B batch, n tokens of the shard, N heads, query or key/value heads: a total is a tuple of tokens [B, n, N, D].
 
-On CPUs every pass over all tokens costs: so branches are added one by one, only to the rows that they keep, and the
-results of the first are put in place. The dense branches of a fused kernel are added all at once, in one pass over the
-tokens. Kernels for TPUs begin with the total, and write where it was: a branch has no results beside it.
+On CPUs every pass over all tokens is slow. So branches are added one by one, each only to the rows that it keeps, and
+the first writes its results without adding. The dense branches of a fused kernel are added all at once, in one pass
+over the tokens. Kernels for TPUs start from the total and overwrite it, so a branch has no result arrays of its own.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ class Outputs:
 
     Args:
       part: the branches, which exchange the same tokens.
-      counters: what dropout is drawn from.
+      counters: the counters of dropout, None without dropout.
       groups: the query heads of each key/value head.
-      are_final: for each array whether nothing is added to that of the part.
+      are_final: for each array, whether the total of the part is final, with nothing else added to it.
     """
 
     part: Plan
@@ -53,14 +53,14 @@ class Outputs:
         return layout, layout
 
     def dtypes(self, arrays: Any, total: Total) -> list[Any]:
-        """Returns the dtypes of results that nothing is added to: they are put in place, not summed."""
+        """Returns the dtypes of the first branch's results: those of the arguments where nothing is added to them."""
         (query,), *_ = arrays
         return [query.dtype if self._is_only(0) else total[0].dtype, total[1].dtype]
 
     def task(self, layout: Layout, arrays: Any, total: Total, earlier: Any, before: Total | None = None) -> Task:
-        """Returns a branch on the tokens.
+        """Returns the task of a branch.
 
-        It sends only after the arrays `earlier` have arrived. If it adds to the total itself, `before` are its rows.
+        It sends only after the arrays `earlier` have arrived. `before` has the total's rows if it adds in place.
         """
         del total
         (query,), (key, value), documents = arrays
@@ -69,14 +69,14 @@ class Outputs:
         return Task(queries, keys, self._counters(layout), self.part, earlier, self._is_only(0), before=before)
 
     def finish(self, task: Task, found: Any) -> Any:
-        """Returns the results of a branch where its rows are kept, given what was found where they are computed."""
+        """Returns the results of a branch on the shards that keep its rows, given those of the shards that compute."""
         implementation = task.implementation
         out, lse = implementation.finish(found)
         out, lse = task.collectives.swap_back((*task.narrow([out], task.queries.tokens), lse))
         return out, jnp.expand_dims(lse, width_axis(implementation.rows_axis))
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
-        """Puts the results of a branch among tokens that have none."""
+        """Writes the results of a branch to a total that has none yet."""
         return tuple(map(layout.put, total, results))
 
     def add(self, layout: Layout, total: Total, results: Total) -> Total:
@@ -84,13 +84,13 @@ class Outputs:
         return self.put(layout, total, self.merge([tuple(map(layout.take, total)), results]))
 
     def merge(self, totals: list[Total]) -> Total:
-        """Returns the total of several; an lse has the width one, wherever that is."""
+        """Returns the total of several; an lse has a width axis of size one, where its layout has that axis."""
         outs, lses = zip(*totals, strict=True)
         shares, lse = find_shares(lses)
         return add_shares(outs, shares), lse
 
     def _is_only(self, number: int) -> bool:
-        """Whether nothing is added to an array of the only branch."""
+        """Returns whether an array is final and comes from the only branch of the part."""
         return self.are_final[number] and len(self.part.schedules) == 1
 
     def _counters(self, layout: Layout) -> DropoutCounters | None:
@@ -109,13 +109,13 @@ class Gradients(Outputs):
         return layout, layout.of_keys(), layout.of_keys()
 
     def dtypes(self, arrays: Any, total: Total) -> list[Any]:
-        """Returns the dtypes of results that nothing is added to."""
+        """Returns the dtypes of the first branch's gradients, as `Outputs` does."""
         (query, _), keys, _ = arrays
         of_each = enumerate(zip((query, *keys), total, strict=True))
         return [array.dtype if self._is_only(number) else one.dtype for number, (array, one) in of_each]
 
     def task(self, layout: Layout, arrays: Any, total: Total, earlier: Any, before: Total | None = None) -> Task:
-        """Returns a branch on the tokens, with all that its implementation needs of queries; see `Outputs`."""
+        """Returns the task of a branch, with the residuals that its implementation needs of queries; see `Outputs`."""
         (query, residuals), (key, value), documents = arrays
         tokens = query, *residuals[layout.rows.schedule.implementation]
         queries = Operand(layout, tokens, documents[0], layout.implementation.make_queries)
@@ -123,21 +123,21 @@ class Gradients(Outputs):
         return Task(queries, keys, self._counters(layout), self.part, earlier, self._is_only(1), total, before)
 
     def finish(self, task: Task, found: ring.Addends) -> ring.Addends:
-        """Returns what a branch adds where its rows are kept."""
+        """Returns the gradients of a branch on the shards that keep its rows."""
         if found.query is None:
             return found
         query_grad = found.query.astype(task.queries.tokens[0].dtype) if self._is_only(0) else found.query
         return found._replace(query=task.collectives.swap_back(query_grad))
 
     def put(self, layout: Layout, total: Total, results: Any) -> Total:
-        """Puts what a branch adds among tokens that have nothing."""
+        """Writes the gradients of a branch to a total that has none yet."""
         *tiles, parts = results
         of_each = zip(self.layouts(layout), total, tiles, strict=True)
         grads = [grad if addend is None else one.put(grad, addend) for one, grad, addend in of_each]
         return self._add_parts(grads, parts)
 
     def add(self, layout: Layout, total: Total, results: Any) -> Total:
-        """Adds what a branch adds, one sum after the other: a compiler that makes one pass of all has each twice."""
+        """Adds the gradients of a branch one after the other: in one fused pass each would be in memory twice."""
         *tiles, parts = results
         grads = list(total)
         for number, (one, addend) in enumerate(zip(self.layouts(layout), tiles, strict=True)):
@@ -156,13 +156,13 @@ class Gradients(Outputs):
 
 
 def combine(kind: Outputs, arrays: Any, total: Total, earlier: Any = None) -> Total:
-    """Returns the total of all branches of a part, each sending after the one before it.
+    """Returns the total of all branches of a part; each communicates after the previous one has finished.
 
     Args:
-      kind: what is computed of each branch, and how it is added.
+      kind: what is computed for each branch, and how it is added.
       arrays: the tokens of queries and of keys, and their documents.
-      total: arrays of the identity.
-      earlier: what the first branch that sends waits for.
+      total: arrays filled with the identity of the sum.
+      earlier: the arrays that the first branch that communicates waits for.
     """
     fused, is_first = [], True
     for number, schedule in enumerate(in_order_of_sums(kind.part.schedules)):
@@ -190,7 +190,7 @@ def combine(kind: Outputs, arrays: Any, total: Total, earlier: Any = None) -> To
 
 
 def _place(kind: Outputs, layout: Layout, arrays: Any, total: Total, *, is_first: bool, earlier: Any) -> Total:
-    """Returns the total with the results of a branch: where it continues sums, it begins with these itself."""
+    """Returns the total with the results of a branch; if it continues sums, its kernel adds to them in place."""
     before = None
     if not is_first and layout.rows.schedule.continues:
         before = tuple(one.take(array) for one, array in zip(kind.layouts(layout), total, strict=True))
@@ -200,7 +200,7 @@ def _place(kind: Outputs, layout: Layout, arrays: Any, total: Total, *, is_first
 
 
 def _group_by_group(place: Any, dtypes: Sequence[Any], layout: Layout, arrays: Any, total: Total) -> Total:
-    """Does so group by group, so that only the rows of one group are copied, for a total of these dtypes."""
+    """Runs `place` group by group, so that only the rows of one group are copied; the total has these dtypes."""
     side = layout.rows.side
     size = side.shard_length // side.num_groups
 

@@ -20,9 +20,9 @@ from ringjax._parallel.plan import Plan
 
 
 class Context(NamedTuple):
-    """What attention depends on beside its arguments, and is not differentiated by.
+    """The inputs of attention that have no gradient.
 
-    `KINDS` says how each lies on the mesh, as `Placement.map` takes it.
+    `KINDS` says how each lies on the mesh, in the letters of `Placement.map`.
     """
 
     KINDS = "ddir"
@@ -39,9 +39,9 @@ class Context(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What the backward is given: the arguments, the results, and the cotangents of those that were used.
+    """The inputs of the backward: the arguments, the results, and the cotangents of results that were used.
 
-    `KINDS` as those of `Context`.
+    `KINDS` is as in `Context`.
     """
 
     KINDS = "qkkqqqq"
@@ -69,7 +69,7 @@ def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: 
         zeros = lambda width, query=queries[0]: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], width))
         kind = Outputs(part, *_of_heads(part, context, batch_shape, heads), (is_final,))
         out, lse = combine(kind, tokens, (zeros(value.shape[-1]), zeros(1) - jnp.inf), earlier)
-        if is_final:  # then nothing is added to it: it travels, and is returned, as the caller has it
+        if is_final:  # nothing is added to it: it is exchanged and returned in the caller's dtype
             out = out.astype(query.dtype)
         results.append(_leave(part, (out, lse), (), arrays, (0.0, -jnp.inf)))
     out_shape = (*query.shape[:-1], value.shape[-1])
@@ -85,21 +85,21 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
     context = Context(*given[size:])
     plan = plan.at(context.query_offset)
     axes = _axes((query, key, value, context), plan)
-    # Grouping is linear: its transpose sums a gradient over the axes along which its argument is the same.
+    # `_group` is linear: its transpose sums a gradient over the axes along which the argument is replicated.
     arrays, ungroup = jax.vjp(functools.partial(_group, axes=axes, plan=plan), query, key, value)
     context = _group_context(context, axes)
     batch_shape, heads = query.shape[:-3], query.shape[-2]
     cotangent: Any = jnp.zeros_like(out) if out_grad is None else out_grad
-    # To look at an array that a compiler cuts would be a collective.
+    # Reading an element of an array that the compiler may shard would be a collective.
     is_seen = plan.placement.is_whole and all(schedule.is_local for schedule in plan.schedules)
     (zero,) = zeros_behind(lse if is_seen else (), lse.dtype, 1)
-    # A compiler that merged this ring's permutes with the forward's would keep every shard alive in between, and one
-    # that knew that the gradients begin as zeros would make these arrays long before they are needed.
+    # Without the barrier XLA could merge this ring's permutes with the forward's, and keep every shard live in between.
+    # It could also see that the gradients start as zeros, and allocate these arrays long before they are needed.
     arrays, cotangent, zero = jax.lax.optimization_barrier((arrays, cotangent, zero))
-    # Apart, as nothing has to wait for it: sums of its products are of more bits, and a TPU's compiler that saw where
-    # it is from would lay it out anew in that many.
+    # A barrier of its own, as nothing has to wait for `out`. Sums of its products have a wider dtype: if XLA:TPU saw
+    # where `out` comes from, it would relayout it in that dtype.
     out = jax.lax.optimization_barrier(out)
-    # What the backward of each implementation needs of a query, before any rows are taken.
+    # The residuals that the backward of each implementation needs, for all queries, before any rows are taken.
     residuals = {
         implementation: [
             array.reshape(-1, *array.shape[-3:])
@@ -107,7 +107,7 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
         ]
         for implementation in dict.fromkeys(schedule.implementation for schedule in plan.schedules)
     }
-    # The forward's rings come first, and those of layers behind it.
+    # These rings start after those of the forward, and after the backward of later layers.
     earlier: Any = lse, cotangent, lse_grad
     grads: Any = []
     for part in plan.parts:
@@ -116,7 +116,7 @@ def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:
             {schedule.implementation: residuals[schedule.implementation] for schedule in part.schedules},
         )
         tokens = (own, _), keys, _ = _enter(part, queries, arrays[1:], context, earlier)
-        # A gradient that nothing is added to travels in the dtype of the caller's array.
+        # A gradient that nothing is added to is exchanged in the dtype of the caller's array.
         is_final, num_copies = len(plan.parts) == 1, part.ulysses.num_copies(arrays[1].shape[2])
         are_final = is_final, *2 * [is_final and num_copies == 1]
         kind = Gradients(part, *_of_heads(part, context, batch_shape, heads), are_final)
@@ -153,7 +153,7 @@ def _enter(
 def _of_heads(
     part: Plan, context: Context, batch_shape: tuple[Any, ...], num_heads: int
 ) -> tuple[DropoutCounters | None, int]:
-    """Returns what the dropout of a rank is drawn from, and how many query heads share a key/value head."""
+    """Returns the dropout counters of a rank, and how many query heads share a key/value head."""
     num_heads //= part.ulysses_size
     return part.counters(context.seed, batch_shape, num_heads), num_heads // part.local_heads
 
@@ -161,7 +161,7 @@ def _of_heads(
 def _leave(
     part: Plan, queries: tuple[Array, ...], keys: tuple[Array, ...], arrays: Any, fills: tuple[float, ...]
 ) -> tuple[Array, ...]:
-    """Returns what a device's own tokens have of results of queries and of keys, and `fills` where they have none."""
+    """Returns results of queries and of keys after the exchange back to a device's own tokens, `fills` elsewhere."""
     ulysses, (batch, length, num_kv_heads, _) = part.ulysses, arrays[1].shape
     if ulysses.size == 1:
         return *queries, *keys
@@ -179,13 +179,13 @@ def _leave(
 
 
 def _group_context(context: Context, axes: frozenset[str]) -> Context:
-    """Gives documents one batch dimension, and the mesh axes that the arguments vary along."""
+    """Gives documents one batch dimension, and makes them vary along the mesh axes of the arguments."""
     cast = lambda array: None if array is None else vary(array.reshape(-1, array.shape[-1]), axes)
     return context._replace(query_documents=cast(context.query_documents), key_documents=cast(context.key_documents))
 
 
 def _axes(arrays: Any, plan: Plan) -> frozenset[str]:
-    """The mesh axes along which any of the arrays varies, and the sequence's."""
+    """Returns the mesh axes along which any of the arrays varies, and the sequence axis."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     return axes if plan.placement.axis_name is None else axes | {plan.placement.axis_name}
 
@@ -197,7 +197,7 @@ def _group(
     axes: frozenset[str],
     plan: Plan,
 ) -> tuple[Float[Array, "b n N H"], Float[Array, "b s k H"], Float[Array, "b s k V"]]:
-    """Gives all arguments the same mesh axes to vary along, one batch dimension, and heads that match."""
+    """Makes all arguments vary along the same mesh axes, with one batch dimension, and picks matching heads."""
     query, key, value = (vary(array, axes).reshape(-1, *array.shape[-3:]) for array in (query, key, value))
     if plan.local_heads < key.shape[2]:  # fewer key/value heads than devices along the heads: each needs one of them
         pick = functools.partial(

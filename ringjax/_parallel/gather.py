@@ -10,14 +10,14 @@ from ringjax._parallel.ring import Addends
 
 
 def forward(task: Task) -> Any:
-    """Returns the attention of one branch, where it is computed."""
+    """Returns the attention of one branch, on the shards that compute it."""
     queries, keys, step = _meet(task)
     partial = task.start(queries, keys)
     return task.implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
 
 def backward(task: Task) -> Addends:
-    """Returns what one branch adds to the gradients of its queries, where computed, and of its keys, where kept."""
+    """Returns a branch's gradients: of queries on the shards that compute them, of keys on those that keep them."""
     implementation, plan = task.implementation, task.plan
     queries, keys, step = _meet(task)
     grads = implementation.start_gradients(queries.arrays, keys.arrays, task.zeros(), **task.before_of("query"))

@@ -1,4 +1,4 @@
-"""One branch on one shard: its rows as they are where they are computed, with their documents.
+"""One branch on one shard: takes rows and their documents, lays them out for the kernel, and puts results back.
 
 B batch, n tokens of the shard, m padded rows, N heads of the rows: query heads, or key/value heads.
 """
@@ -23,9 +23,9 @@ from ringjax._schedule.side import Side
 
 
 class Layout(NamedTuple):
-    """The rows of queries, or of keys, of a branch as its implementation has them.
+    """The layout that an implementation gives the rows of queries, or of keys, of a branch.
 
-    `rows` are by key/value heads; queries have `groups` heads of each, None where the rows are those of keys.
+    `rows` has key/value heads. `groups` is the number of query heads of each, None for the rows of keys.
     """
 
     rows: Rows
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     @property
     def _own_rows(self) -> Rows:
-        """The rows by their own heads."""
+        """The rows with query heads for queries, and key/value heads for keys."""
         return self.rows if self.groups is None else self.rows.in_groups(self.groups)
 
     def of_keys(self) -> "Layout":
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
         return self.implementation.lay_out(self.rows.side, self.rows.pad(rows), self.groups)
 
     def lay_out_documents(self, documents: Int[Array, "B m O 1"]) -> Int[Array, "*rows"]:
-        """Lays the documents of rows out: these are by key/value heads on both sides."""
+        """Lays out the documents of rows, which have key/value heads even for queries."""
         return per_row(self._replace(groups=None).lay_out(documents), self.implementation.rows_axis)
 
     def take_back(self, tiles: Array) -> Shaped[Array, "B m N D"]:
@@ -67,16 +67,16 @@ class Layout(NamedTuple):
         return self.rows.unpad(self.implementation.take_back(self.rows.side, tiles))
 
     def put(self, tokens: Array, tiles: Array, *combine: Combine) -> Array:
-        """Puts rows that are laid out in their places among tokens."""
+        """Puts laid-out rows in their places among tokens."""
         return self.put_rows(tokens, self.take_back(tiles), *combine)
 
     def put_rows(self, tokens: Array, rows: Array, *combine: Combine) -> Array:
-        """Puts rows in their places among tokens, in the dtype of what is made of both."""
+        """Puts rows in their places among tokens, in the dtype that `combine` gives."""
         own, tokens = self._own_rows, tokens.astype(combined_dtype(tokens, rows, *combine))
         return own.heads.paste(tokens, own.put(own.heads.cut(tokens), rows, *combine))
 
     def spread(self, tiles: Array, num_heads: int, fill: float) -> Array:
-        """Returns tokens of so many heads with rows that are laid out in their places, and `fill` elsewhere."""
+        """Returns tokens of `num_heads` heads: laid-out rows in their places, and `fill` elsewhere."""
         own = self._own_rows
         heads, part = own.heads, own.spread(self.take_back(tiles), fill)
         if heads.size == num_heads:
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The queries, or the keys and values, of a shard: tokens, from whose rows `make` makes what is computed."""
+    """The queries, or the keys and values, of a shard; `make` builds kernel inputs from laid-out rows of `tokens`."""
 
     layout: Layout
     tokens: tuple[Array, ...]
@@ -102,7 +102,7 @@ class Operand(NamedTuple):
         return self._replace(layout=self.layout.of_part(side))
 
     def of_halo(self, rotation: Rotation) -> "Operand":
-        """Returns the part that goes in the last hop of a rotation."""
+        """Returns the part that the last hop of a rotation sends."""
         return self.of_part(rotation.of_halo(self.side))
 
     def take(self) -> Tiles:
@@ -119,18 +119,18 @@ class Operand(NamedTuple):
         return rows, of_classes.take(jnp.broadcast_to(self.documents[:, :, None, None], shape))
 
     def lay_out(self, taken: Any) -> Tiles:
-        """Lays out what was taken."""
+        """Lays out the result of `take_rows`."""
         rows, documents = taken
         arrays = self.make(*map(self.layout.lay_out, rows))
         return Tiles(arrays, None if documents is None else self.layout.lay_out_documents(documents))
 
 
 class Task(NamedTuple):
-    """One branch on one shard: the queries and keys that meet there. What it sends waits for the arrays `earlier`.
+    """One branch on one shard, with its queries and keys. It sends only after the arrays `earlier` have arrived.
 
-    Where `is_branch_final`, nothing is added to the results of the branch: those that travel have the dtypes of the
-    caller's arrays. The `total` is that of the branches before; `before` has its rows, laid out, where the branch adds
-    to these itself.
+    Where `is_branch_final`, nothing is added to the results of the branch, so they are sent in the dtypes of the
+    caller's arrays. `total` is the total of the earlier branches. `before` has its laid-out rows if the branch adds to
+    them in place.
     """
 
     queries: Operand
@@ -158,43 +158,43 @@ class Task(NamedTuple):
         return self.plan.collectives(self.schedule)
 
     def narrow(self, results: Sequence[Array], like: Sequence[Array]) -> tuple[Array, ...]:
-        """Returns results in the dtypes in which they travel."""
+        """Returns results in the dtypes in which they are sent."""
         if not self.is_branch_final:
             return tuple(results)
         return tuple(result.astype(array.dtype) for result, array in zip(results, like, strict=True))
 
     def start(self, queries: Tiles, keys: Tiles) -> Any:
-        """Returns the softmax under way to which the branch adds."""
+        """Returns the partial softmax to which the branch adds."""
         return self.implementation.start(queries.arrays, keys.arrays, self.before)
 
     def before_of(self, *names: str) -> dict[str, Array]:
-        """Returns the gradients to which the branch adds its own, by the names of what they are of: some of these."""
+        """Returns the named gradients of earlier branches to which this one adds in place; {} if it does not."""
         of_each = zip(("query", "key", "value"), self.before or (), strict=False)
         return {name: array for name, array in of_each if name in names}
 
     def meet(self, queries: Any, keys: Any, is_new: Any = True, hops: Any = 0) -> AttentionStep:
-        """Returns the attention step of what is seen of queries and of keys."""
+        """Returns the attention step of queries and keys, as the implementation's `see` returns them."""
         continues = self.before is not None
         return AttentionStep(self.schedule, queries, keys, is_new, hops, self.is_branch_final, continues)
 
     def zeros(self, hops: Any = 0, before: Any = ()) -> tuple[Array, ...]:
-        """Returns what sums of gradients begin as after so many hops, when the arrays `before` are there.
+        """Returns the zeros from which gradient sums start after `hops` hops, once the arrays `before` are there.
 
-        By default these are what the branch is given.
+        By default these are the inputs of the branch.
         """
         rows, tokens = self.queries.layout.rows, (*self.queries.tokens, *self.keys.tokens)
-        # To look at arrays that a compiler cuts would be a collective.
+        # Reading an element of an array that the compiler may shard would be a collective.
         arrays = (before or (self.total, tokens)) if rows.is_whole else ()
         return zeros_behind((rows.shard, hops), accumulation_dtype(*tokens), 3, arrays)
 
     def take(self, operand: Operand, *, is_copied: bool = False) -> Tiles:
-        """Takes the rows of an operand, where they are kept."""
+        """Takes the rows of an operand, on the shard that keeps them."""
         return after(operand.take(), self.earlier, is_copied=is_copied)
 
     def take_swapped(self, operand: Operand) -> Tiles:
-        """Takes the rows of an operand, where they are computed."""
-        # Rows whose halves are swapped are copies. The backward's would else be made while the forward's ring goes on,
-        # but for branches that wait for each other anyway.
+        """Takes the rows of an operand, on the shard that computes them."""
+        # Swapping halves copies the rows. `is_copied` keeps XLA from making the backward's copies during the forward's
+        # ring. Several branches wait for each other anyway.
         is_only = len(self.plan.schedules) == 1
         is_copied = is_only and self.schedule.is_zigzag and operand.layout.rows.is_whole
         return self.collectives.swap(self.take(operand, is_copied=is_copied))
@@ -216,7 +216,7 @@ class Task(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """A part of an operand that is on its way."""
+    """A part of an operand in transit."""
 
     operand: Operand
     rows: Moved
@@ -224,13 +224,13 @@ class Halo(NamedTuple):
 
     @property
     def arrays(self) -> Any:
-        """What is on its way."""
+        """The arrays in transit."""
         return self.rows.messages, self.documents
 
     def behind(self, computed: Any) -> tuple[Tiles, Any]:
-        """Lays out what arrives, behind something that is `computed` meanwhile; returns both.
+        """Lays out the halo after an ordering barrier with what is `computed` meanwhile, and returns both.
 
-        Else a compiler may take what arrives apart first, and wait for it then.
+        Without the barrier XLA may split the messages before it computes, and so wait for them first.
         """
         (messages, documents), computed = jax.lax.optimization_barrier((self.arrays, computed))
         return self.operand.lay_out((self.rows._replace(messages=messages).take_apart(), documents)), computed

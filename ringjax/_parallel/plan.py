@@ -26,9 +26,9 @@ from ringjax._schedule.schedule import BranchSchedule, Schedules, exchanged_toge
 class Plan:
     """All that is static in one call: the schedule of each branch, and where shards and heads lie on the mesh.
 
-    `schedules` are for the platform that the call most likely runs on. Where only lowering tells, `elsewhere` has the
-    schedules for all other platforms. Branches that exchange the same tokens are a part of the plan; in that,
-    `ulysses_size` devices are a shard.
+    `schedules` are for the platform that the call most likely runs on. If that is known only at lowering, `elsewhere`
+    has the schedules for all other platforms. Branches that exchange the same tokens form a part, a plan of its own, in
+    which `ulysses_size` devices are a shard.
     """
 
     pattern: DilatedPattern
@@ -41,11 +41,11 @@ class Plan:
     ulysses_size: int = 1
 
     def with_batch(self, axes: Axes) -> "Plan":
-        """Returns the plan of all instances of a vmap: these axes cut one more batch dimension, before the others."""
+        """Returns the plan of all instances of a vmap: one more leading batch dimension, cut by these axes."""
         return dataclasses.replace(self, placement=self.placement.with_instances(axes))
 
     def at(self, query_offset: Array | None) -> "Plan":
-        """Returns the plan of queries that begin at this position, where that was not known."""
+        """Returns the plan with this position of the first query; None means that the plan has it already."""
         if query_offset is None:
             return self
         first_token = query_offset.astype(jnp.uint32)
@@ -60,9 +60,9 @@ class Plan:
         )
 
     def rows_exchanged(self, num_heads: int) -> tuple[Rows, Rows] | None:
-        """Returns the rows that a part of a plan exchanges, as a device keeps them; None where those are all tokens.
+        """Returns the rows that a part of a plan exchanges, as a device keeps them; None if it exchanges all tokens.
 
-        They are those of queries, which have so many heads, and of keys.
+        They are the rows of queries, with `num_heads` heads, and the rows of keys.
         """
         schedule = self.schedules[0]
         if not schedule.exchanges_rows:
@@ -127,11 +127,11 @@ class Plan:
     def _members(self, numbers: range) -> tuple[Any, Any, Any]:
         """Returns the local number of this shard's first head, the global numbers of its heads, and which are members.
 
-        Members are heads in `numbers`. A shard that has fewer members than others also names heads that are none. The
-        last result is None where all heads are members.
+        Members are heads in `numbers`. All shards list equally many heads: one with fewer members than others also
+        lists heads that are not members. The last result is None where all heads are members.
         """
         heads = self._head_parts
-        if heads.parts == 1:  # known beforehand, and folded where it is used
+        if heads.parts == 1:  # static, so that XLA folds it
             return numbers.start, np.array(numbers), None
         counts = heads.members(numbers)
         most = max(counts)
@@ -141,9 +141,9 @@ class Plan:
         return first, head, is_member
 
     def counters(self, seed: Array | None, batch_shape: tuple[Any, ...], num_heads: int) -> DropoutCounters | None:
-        """Returns what the dropout of a shard is drawn from, given its batch dimensions and number of query heads.
+        """Returns the dropout counters of a shard, given its batch dimensions and number of query heads.
 
-        The instances of a vmap have a seed each, and number their batches each from zero.
+        Each instance of a vmap has a seed of its own, and numbers its batches from zero.
         """
         if seed is None or not self.weighting.dropout_rate:
             return None
@@ -164,9 +164,9 @@ class Plan:
 
     @staticmethod
     def implementation(schedule: BranchSchedule) -> Implementation:
-        """Returns what computes a branch."""
+        """Returns the implementation of a branch."""
         return IMPLEMENTATIONS[schedule.implementation]
 
     def collectives(self, schedule: BranchSchedule) -> Collectives:
-        """Returns how rows of a branch move."""
+        """Returns the collectives of a branch."""
         return Collectives(schedule, self.ulysses, self.implementation(schedule).rows_axis)

@@ -15,10 +15,10 @@ from ringjax._schedule.schedule import Rotation
 
 
 class Addends(NamedTuple):
-    """What one branch adds to gradients: of its queries where computed, of its keys where kept.
+    """The gradients of one branch: of queries on the shards that compute them, of keys on those that keep them.
 
-    The `parts` are gradients of some rows of the side that travelled, each with its number and its layout. In an open
-    ring that side has only these.
+    `parts` are gradients of some rows of the streamed operand, each with the index of its argument and its layout. In
+    an open ring that operand has no other gradients.
     """
 
     query: Array | None
@@ -28,7 +28,7 @@ class Addends(NamedTuple):
 
 
 def forward(task: Task) -> Any:
-    """Returns the attention of one branch, where it is computed."""
+    """Returns the attention of one branch, on the shards that compute it."""
     schedule, implementation = task.schedule, task.implementation
     queries = task.take_swapped(task.queries)
     own = implementation.see(task.padded(task.queries, queries), task.counters)
@@ -37,7 +37,7 @@ def forward(task: Task) -> Any:
         step = _meet(task, own, implementation.see(task.padded(operand, keys, hops, direction)), hops, direction)
         return implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
-    # What goes furthest comes first: it is on its way while a shard computes with its own keys.
+    # Halos go furthest, so they are sent first, and are in transit while a shard computes with its own keys.
     with_halos = [rotation for rotation in schedule.key_rotations if rotation.halo]
     halos = [task.send(task.keys, rotation) for rotation in with_halos]
     keys = task.take_swapped(task.keys)
@@ -66,7 +66,7 @@ def forward(task: Task) -> Any:
 
 
 def backward(task: Task) -> Addends:
-    """Returns what one branch adds to the gradients of its queries and of its keys."""
+    """Returns the gradients of one branch."""
     schedule, implementation, plan = task.schedule, task.implementation, task.plan
     queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
     see_queries = lambda *where: implementation.see(task.padded(*where), task.counters)
@@ -124,7 +124,7 @@ def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Att
 
 
 class _Part(NamedTuple):
-    """The gradient of some rows, and the hops that bring it home."""
+    """The gradient of some rows, and the hops back to the shard that keeps them."""
 
     layout: Layout
     grad: Any
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """The gradients of arrays that stayed, and of those that travelled, part by part."""
+    """The gradients of the stationary operand, and those of the streamed operand, part by part."""
 
     resident: Any
     parts: list[_Part]
@@ -147,15 +147,15 @@ def _travel(
     visit_own: Callable[..., Any],
     resident_grad: Any,
 ) -> _Sent:
-    """Sends an operand's rows on their ways, and returns all gradients.
+    """Streams an operand through its rotations, and returns all gradients.
 
-    `visit(resident_grad, operand, tiles, hops, direction)` computes one step. It returns what this contributes to
-    the gradient of the arrays that travel, and the gradient of the arrays that stay with what this adds. In a closed
-    ring `visit_own` computes that of a shard's own arrays, and adds to what there is of both gradients. What a shard
-    contributes to the gradient of its own arrays is not sent: so there are as many permutes of the gradient as of the
-    arrays. Each permute is issued before the computation of a step and not needed until after it, so that the two can
-    overlap. For this a shard visits its own rows in two parts where there is a halo: one while the halo comes, and one
-    while its gradient returns.
+    `visit(resident_grad, operand, tiles, hops, direction)` computes one ring step. It returns the step's contribution
+    to the gradient of the streamed operand, and the gradient of the stationary operand with the step added. In a closed
+    ring `visit_own` computes the step of a shard's own rows, and adds to earlier sums of both gradients. A shard's
+    contribution to the gradient of its own rows is not sent, so the gradient takes as many permutes as the operand.
+    Each permute is issued before the computation of a step and not needed until after it, so that the two can overlap.
+    If there is a halo, a shard therefore visits its own rows in two parts: one while the halo arrives, and one while
+    its gradient returns.
     """
     rotating = [rotation for rotation in rotations if rotation.steps]
     hop = lambda tiles, rotation: task.collectives.hop(tiles, rotation.direction)
@@ -178,7 +178,7 @@ def _travel(
         resident_grad = visit_part(part, task.take(part), resident_grad)
     earlier: Any = [halo.arrays for halo in halos]
     for rotation in rotating:
-        # Behind the part that is computed meanwhile, as halos are.
+        # An ordering barrier with the part that is computed meanwhile, as for halos.
         arriving = hop(after(tiles, earlier), rotation), resident_grad
         arrived, resident_grad = jax.lax.optimization_barrier(arriving)
         grad, resident_grad = _rotate(task, operand, rotation, arrived, visit, resident_grad)
@@ -194,10 +194,10 @@ def _travel(
 def _rotate(
     task: Task, operand: Operand, rotation: Rotation, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
 ) -> tuple[Any, Any]:
-    """Rotates tiles that have made the first hop, and the sums of their gradients, and brings these back."""
+    """Rotates tiles that have made the first hop, with the sums of their gradients, and sends the sums back."""
     size, direction = rotation.steps, rotation.direction
     hop = functools.partial(task.collectives.hop, hops=direction)
-    # Sums go round the ends, where their tiles do not: else they would not come back.
+    # Sums wrap around the ends of an open ring, unlike their tiles: otherwise they would not return.
     rotate = task.collectives.rotate
 
     def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
@@ -210,8 +210,8 @@ def _rotate(
     if size > 1:
         arriving = hop(arrays)
         if not task.schedule.is_closed:
-            # Taken with what was computed meanwhile, as steps of a loop take both: else a compiler may send it only
-            # after that, and wait for it. In closed rings it does not, and may send sums in narrower dtypes.
+            # The barrier ties the tiles to the step that they overlap, as a loop's carry does. Otherwise XLA may send
+            # them only after it, and wait. In closed rings it does not, and without a barrier may send narrower sums.
             arriving, grad = jax.lax.optimization_barrier((arriving, grad))
         carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
         num_steps = unroll(hops, task.implementation.platform)

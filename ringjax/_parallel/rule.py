@@ -34,10 +34,10 @@ def ring_attention(
 
 
 def _one_trace() -> Any:
-    """Lets the same map be traced once.
+    """Sets the current abstract mesh explicitly, so that JAX traces the same map once.
 
-    JAX traces the function that has a rule, and then the rule's forward, for which it sets a mesh without axes where
-    none is set. Such a mesh is set for both here: else they would be two traces.
+    JAX traces the function that has a rule, and then the rule's forward, for which it sets an empty mesh if none is
+    set. Here that mesh is set for both: otherwise each would have a trace of its own.
     """
     return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
@@ -46,7 +46,7 @@ def _one_trace() -> Any:
 def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[Array | None, ...], plan: Plan) -> Any:
     """Maps a function over devices. Under vmap the new axis is one more batch dimension: each instance skips its tiles.
 
-    With an offset for each instance it is an ordinary vmap instead.
+    If instances have different offsets, it is an ordinary vmap instead.
     """
     over_devices = _over_devices(function, inputs, outputs, plan)
     folded = jax.custom_batching.custom_vmap(over_devices)
@@ -68,7 +68,7 @@ def _map(function: Callable[..., Any], inputs: str, outputs: str, arrays: tuple[
 
 
 def _over_devices(function: Callable[..., Any], inputs: str, outputs: str, plan: Plan) -> Callable[..., Any]:
-    """Returns the function of whole arrays; where only lowering tells the platform, one for each."""
+    """Returns the function over whole arrays, with one version for each platform if only lowering tells which it is."""
     mapped = plan.placement.map(functools.partial(function, plan=plan), inputs, outputs)
     if plan.elsewhere is None:
         return mapped
@@ -79,7 +79,7 @@ def _over_devices(function: Callable[..., Any], inputs: str, outputs: str, plan:
 
 
 def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: Any) -> Array | None:
-    """Gives an array the batch dimension of a vmap, where it is not the same for all."""
+    """Gives an array the batch dimension of a vmap, unless its kind is "r": the same for all instances."""
     if array is None or kind == "r":
         return array
     array = array if has_batch else jnp.broadcast_to(array, (size, *array.shape))
@@ -87,7 +87,7 @@ def _spread(size: int, plan: Plan, kind: str, array: Array | None, has_batch: An
 
 
 def _vmap_offsets(function: Callable[..., Any], is_batched: Any, arrays: Any, cut: Axes) -> Any:
-    """Maps a function of all devices over instances, each with its own offset: one schedule does not serve all."""
+    """Maps a function of all devices over instances with different offsets, which cannot share one schedule."""
     refusal = NotImplementedError(
         "query_offset differs between the instances of a jax.vmap that an axis of the mesh cuts: leave its "
         "spmd_axis_name out, and shard no dimension that it maps along an Explicit axis"
@@ -105,8 +105,8 @@ def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Pl
     context = jax.tree.map(lambda array: array.value, context, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     results: Any = ring_attention(*arrays, context, plan)
     out, lse = results
-    # Named, so that a checkpoint policy can save them: the second forward then does not go around the ring. The saved
-    # lse has no infinity, which `jax.debug_infs` would report: rows that attend to nothing have one.
+    # Named, so that a checkpoint policy can save them: rematerialization then does not go around the ring. The lse of
+    # a row that attends to nothing is -inf. It is saved as a finite number, since `jax.debug_infs` would report -inf.
     out, kept_lse = map(checkpoint_name, (out, jnp.maximum(lse, _lowest(lse))), ("ringjax_out", "ringjax_lse"))
     return (out, _with_infinity(kept_lse)), (*arrays, context, out, kept_lse)
 
@@ -133,7 +133,7 @@ ring_attention.defvjp(_ring_attention_fwd, _ring_attention_bwd, symbolic_zeros=T
 
 @contextlib.contextmanager
 def naming_the_reference() -> Iterator[None]:
-    """Lets jax's error in forward mode say what has it; under jax.jit jax raises it later, and says less."""
+    """Makes JAX's forward-mode error name the function that supports it; under jax.jit JAX raises its own later."""
     try:
         yield
     except TypeError as error:
@@ -145,7 +145,7 @@ def naming_the_reference() -> Iterator[None]:
         ) from error
 
 
-# Second derivatives would differentiate the backward's loops, whose lengths are data: refused here, by name.
+# Second derivatives would differentiate the backward's loops, whose lengths are data. This rule refuses them.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _backward(given: Backward, context: Context, plan: Plan) -> tuple[Array, Array, Array]:
     with _one_trace():

@@ -1,8 +1,8 @@
 """The exchange of tokens for heads: consecutive devices become one shard of the sequence, each with some of its heads.
 
-All of them then see each other's tokens without sending any (DeepSpeed-Ulysses, arXiv 2309.14509); rows travel between
-such shards (USP, arXiv 2405.07719). B batch, n tokens of a device, K its key/value heads, E those that are exchanged,
-which may be some of K repeated, L heads that each rank has then.
+Attention within a shard then needs no communication (DeepSpeed-Ulysses, arXiv 2309.14509); rows are sent between shards
+(USP, arXiv 2405.07719). B batch, n tokens of a device, K its key/value heads, E the exchanged heads, which are K or
+repetitions of them, L heads of a rank after the exchange.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,13 +17,13 @@ from jaxtyping import Array, Int, Shaped
 
 from ringjax._mesh.order import after
 
-# Arrays narrower than this, of a few numbers for each token and head, are exchanged with their tokens last. A TPU's
-# compiler would else pad these few numbers to a row of 128, in code that grows with the tokens.
+# Arrays narrower than this, such as the lse, are exchanged with tokens as the last axis. Otherwise XLA:TPU would pad
+# their width to 128 lanes, in code that grows with the tokens.
 _NARROW = 16
 
 
 class Ulysses(NamedTuple):
-    """How devices along a mesh axis make up shards: `size` consecutive ones each, which part its heads among them."""
+    """The shards along a mesh axis: each is `size` consecutive devices (its ranks), which split its heads."""
 
     axis_name: str | None
     num_devices: int
@@ -43,12 +43,12 @@ class Ulysses(NamedTuple):
         return 0 if self.size == 1 else jax.lax.rem(jax.lax.axis_index(self.axis_name), jnp.int32(self.size))
 
     def pairs(self, permutation: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns the devices that send to each other where shards do: those of one number in their shards."""
+        """Returns the pairs of devices for pairs of shards: each device sends to the one of the same rank."""
         size = self.size
         return [(size * here + one, size * there + one) for here, there in permutation for one in range(size)]
 
     def groups(self, groups: Iterable[Sequence[int]]) -> list[list[int]]:
-        """Returns the groups of devices that are groups of shards."""
+        """Returns the groups of devices for groups of shards: one for each rank."""
         return [[self.size * shard + one for shard in group] for group in groups for one in range(self.size)]
 
     def num_copies(self, num_kv_heads: int) -> int:
@@ -61,7 +61,7 @@ class Ulysses(NamedTuple):
         return array if copies == 1 else jnp.repeat(array, copies, axis=2)
 
     def add_copies(self, array: Shaped[Array, "B n E D"], num_kv_heads: int) -> Shaped[Array, "B n K D"]:
-        """Sums what belongs to the same head: the transpose of `spread_keys`."""
+        """Sums the copies of each head: the transpose of `spread_keys`."""
         copies = self.num_copies(num_kv_heads)
         return array if copies == 1 else array.reshape(*array.shape[:2], num_kv_heads, copies, -1).sum(axis=3)
 
@@ -92,20 +92,20 @@ class Ulysses(NamedTuple):
         return np.arange(self.num_devices).reshape(-1, self.size).tolist()
 
     def _move(self, here: str, there: str, arrays: Sequence[Array]) -> tuple[Array, ...]:
-        # The parts of the ranks come first, where a compiler moves them without a copy. Each array by itself: to lay
-        # several side by side and to take them apart takes as many passes as the exchange itself, and memory.
+        # The axis of ranks comes first: there XLA exchanges parts without a copy. Each array is exchanged by itself:
+        # concatenating and splitting several takes as many passes as the exchange itself, and memory.
         moved: list[Array] = []
         orders = ["p B n L D" if array.shape[-1] >= _NARROW else "p B L D n" for array in arrays]
         for array, order in zip(arrays, orders, strict=True):
             parts = rearrange(array, f"{here} -> {order}", p=self.size)
             moved.append(self._exchange(after(parts, moved[-1:])))
-        # Whoever waits for one waits for all.
+        # The first array depends on the others, so whatever waits for it waits for all.
         moved[0] = after(moved[0], moved[1:])
         return tuple(rearrange(parts, f"{order} -> {there}") for parts, order in zip(moved, orders, strict=True))
 
     def _exchange(self, parts: Shaped[Array, "p B *rest"]) -> Shaped[Array, "p B *rest"]:
-        """Gives each rank its part, and returns the parts that this one gets."""
-        # jax has no rule for a vmap of groups: instances are one more of the batch.
+        """Sends each rank its part, and returns the parts that this rank receives."""
+        # JAX has no batching rule for `axis_index_groups`: the axis of a vmap is folded into the batch.
         mapped = custom_vmap(
             lambda parts: jax.lax.all_to_all(parts, self.axis_name, 0, 0, axis_index_groups=self._groups, tiled=True)
         )

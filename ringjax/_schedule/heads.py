@@ -1,10 +1,10 @@
-"""How key/value heads are cut over devices: which a device's queries use, and how many of those run a branch."""
+"""How key/value heads are cut over devices: which heads a device's queries use, and how many of them run a branch."""
 
 from typing import Any, NamedTuple
 
 
 class HeadParts(NamedTuple):
-    """The key/value heads of a call, cut into so many parts; where heads are fewer, several parts use one of them."""
+    """The key/value heads of a call, cut into `parts` parts; if heads are fewer, several parts use the same head."""
 
     num_kv_heads: int
     parts: int
@@ -19,6 +19,6 @@ class HeadParts(NamedTuple):
         return part * self.num_kv_heads // self.parts
 
     def members(self, numbers: range) -> list[int]:
-        """Returns how many of the heads with these numbers each part uses, below zero where it is far from them."""
+        """Returns how many of the heads with these numbers each part uses; zero or less where it uses none."""
         firsts = map(self.first, range(self.parts))
         return [min(first + self.size, numbers.stop) - max(first, numbers.start) for first in firsts]

@@ -1,4 +1,4 @@
-"""Makes the schedules of a call: which way the rows of each branch go, by bytes and then by messages."""
+"""Makes the schedules of a call: chooses the rotations of each branch by bytes sent, then by number of messages."""
 
 import dataclasses
 import functools
@@ -34,10 +34,11 @@ def make_schedule(
     num_shards = num_devices // ulysses_size
     shard_length, key_shard_length = (ulysses_size * -(-tokens // num_devices) for tokens in (length, key_length))
     is_moving = query_offset is None
-    if query_offset is None:  # as far as the last position: what holds there holds everywhere
+    if query_offset is None:  # the largest possible one: what holds for it holds for all
         query_offset = MAX_POSITIONS - num_shards * shard_length
     is_union = pattern.merge == "union" and pattern.heads == "all"
-    # Beyond these numbers nothing changes: a segment that holds all tokens holds the padding too, within 32 bits.
+    # Sizes of branches are reduced to these bounds, within 32 bits, which changes nothing: a segment that holds all
+    # tokens holds the padding too.
     stop = max(query_offset + num_shards * shard_length, num_shards * key_shard_length)
     branches = pattern.within(max(query_offset + length, key_length), num_kv_heads, stop)
     is_general = query_offset > 0 or length != key_length
@@ -71,13 +72,13 @@ def _lay_ways(one: BranchSchedule) -> BranchSchedule:
         ring = (Rotation(1, num_shards - 1),) if num_shards > 1 else ()
         return dataclasses.replace(one, ring_size=num_shards, key_rotations=ring, query_rotations=ring)
     period = branch.period or num_shards * side.shard_length
-    # Shards between two boundaries that are boundaries of segments as well share nothing with the others.
+    # Shards between two shard boundaries that are also segment boundaries share nothing with the others.
     ring_size = min(num_shards, math.lcm(period, side.shard_length) // side.shard_length)
     back, ahead = _seen_across(branch, side)
     key_rotations, query_rotations = _rotations(1, back, side), _rotations(-1, ahead, side)
     if not one.is_causal:
         key_rotations = query_rotations = key_rotations + query_rotations
-    # By bytes, then by messages; rows of segments that fill shards are seen all round their ring.
+    # A closed ring or open rotations, by bytes, then by messages. Segments that fill shards need a closed ring.
     of_ring = (ring_size - 1) * side.shard_length, ring_size - 1
     of_rotations = back + (0 if one.is_causal else ahead), sum(rotation.steps + 1 for rotation in key_rotations)
     if not key_rotations:
@@ -94,20 +95,20 @@ def _rotations(direction: Literal[1, -1], tokens: int, side: Side) -> tuple[Rota
 
 
 def _seen_across(branch: Branch, side: Side) -> tuple[int, int]:
-    """Returns how many tokens before the boundary of two shards those behind it see at most, and the other way."""
+    """Returns how many tokens before a shard boundary the tokens after it see at most, and vice versa."""
     back = ahead = 0
     for shard in range(1, side.num_shards):
         boundary = min(shard * side.shard_length, side.length)
         if boundary < side.length:
             back = max(back, boundary - branch.seen(boundary)[0])
             ahead = max(ahead, min(branch.seen(boundary - 1)[1] + 1, side.length) - boundary)
-    # Whole rows of phases, where shards are cut into these.
+    # Rounded up to whole rows of all phases, if shards are cut into phases.
     unit = branch.modulus if side.shard_length % branch.modulus == 0 else 1
     return -(-back // unit) * unit, -(-ahead // unit) * unit
 
 
 def _cut(one: BranchSchedule) -> BranchSchedule:
-    """Returns the schedule with shards cut into chunks, and into halves where the work is to be balanced."""
+    """Returns the schedule with shards cut into chunks, and into halves if zigzag has to balance the work."""
     branch, side = one.branch, one.queries
     if one.is_local and branch.period is not None:
         side = dataclasses.replace(side, chunks="segments")

@@ -1,7 +1,7 @@
-"""The schedule of a branch: which shards' rows meet, on which way they travel, and how work is balanced, in integers.
+"""The schedule of a branch: which shards see each other's rows, how rows get there, and how zigzag balances the work.
 
-What is said of a shard or a row uses arithmetic operators only, so that the same line serves Python integers, NumPy
-arrays (the tests) and traced JAX integers (the shard's own number inside shard_map).
+All are integers. Methods of shards or rows use arithmetic operators only, so that the same line serves Python integers,
+NumPy arrays (the tests) and traced JAX integers (the shard's own number inside shard_map).
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ import numpy as np
 from ringjax._pattern.branch import Branch, remainder
 from ringjax._schedule.side import Side
 
-# How the results of branches are added: to their rows one by one, of dense branches all in one pass over tokens, or by
-# kernels that begin with the sums of earlier branches, which costs no more than to begin with nothing.
+# How the results of branches are added: one by one, each to its rows; at once, dense branches in one pass over tokens;
+# or in place, by kernels that start from the sums of earlier branches, which costs no more than to start from nothing.
 Addition = Literal["one by one", "at once", "in place"]
 
 
 class Rotation(NamedTuple):
     """A rotation of rows in one direction: to later shards (`direction` 1) or to earlier ones (-1).
 
-    All rows of a shard make so many `steps` by one shard. Behind these, the `halo` is the number of the shard's
-    tokens, the last ones or the first, whose rows the next shard still needs: they go there in one hop.
+    All rows of a shard make `steps` hops of one shard each. The shard after those needs only the rows of the shard's
+    last or first `halo` tokens, which go there in one hop.
     """
 
     direction: Literal[1, -1]
@@ -31,7 +31,7 @@ class Rotation(NamedTuple):
 
     @property
     def halo_hops(self) -> int:
-        """The distance of the shard that gets the halo, signed."""
+        """The signed distance to the shard that gets the halo."""
         return self.direction * (self.steps + 1)
 
     def of_halo(self, side: Side) -> Side:
@@ -55,20 +55,20 @@ class Rotation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BranchSchedule:
-    """One branch of a pattern on shards of `queries` and of `keys`, whose rows meet on their ways.
+    """One branch of a pattern: its `queries` and `keys` on shards, and the rotations that bring them together.
 
-    Rows rotate round rings of `ring_size` consecutive shards; the last ring may be shorter. Either rings are closed,
-    and one rotation brings each shard the rows of all others in its ring. Or rings are open, and rotations bring only
-    the rows of neighbours that are seen. `is_general` says that queries and keys differ in their positions or their
-    number: then all shards form one ring.
+    Rows rotate around rings of `ring_size` consecutive shards; the last ring may be shorter. In a closed ring, one
+    rotation brings each shard the rows of all others. In an open ring, rotations bring only the rows of neighbors that
+    are seen. `is_general` says that queries and keys differ in their positions or their number: then all shards form
+    one ring.
 
-    In a union, `earlier_branches` has the numbers of earlier branches and these branches, whose pairs are left out. A
-    shard is `ulysses_size` consecutive devices that have exchanged tokens for heads. Where it `exchanges_rows`, they
-    have exchanged only the rows of this branch. The `strategy` says how rows meet, the `implementation` what computes
-    them, and `addition` how its results are added to those of other branches, see `Addition`. The backward needs
-    `residual_bytes` of each query head's row beside the query; None where tiles compute. Where `rotates_queries`, the
-    backward sends queries on their ways, not keys. Where it `sorts_halves`, the two halves of balanced shards are
-    sorted. `tile_rows` are the most rows of its tiles of queries and of keys, where tiles do not end with chunks.
+    In a union, `earlier_branches` has the earlier branches, whose pairs are left out, and their numbers. A shard is
+    `ulysses_size` consecutive devices that have exchanged tokens for heads; if it `exchanges_rows`, only the rows of
+    this branch. `strategy` says how rows are sent, `implementation` what computes them, and `addition` how results are
+    added to those of other branches, see `Addition`. The backward needs `residual_bytes` for each row of a query head
+    besides the query; None stands for those of XLA's tiles. If `rotates_queries`, the backward streams queries, not
+    keys. If `sorts_halves`, the two zigzag halves of a shard are sorted by position. `tile_rows` has the most rows of
+    its tiles of queries and of keys, if tiles do not end with chunks.
     """
 
     branch: Branch
@@ -98,21 +98,21 @@ class BranchSchedule:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing travels."""
+        """Whether a shard needs no rows of other shards."""
         return not self.key_rotations
 
     @property
     def is_gathered(self) -> bool:
-        """Whether keys of other shards come at once."""
+        """Whether a shard gathers the keys of others all at once."""
         return self.strategy == "all_gather" and not self.is_local
 
     @property
     def is_closed(self) -> bool:
-        """Whether rows go all the way round their ring."""
+        """Whether rows go all the way around their ring."""
         return not any(rotation.halo for rotation in self.key_rotations)
 
     def at(self, first_token: Any) -> "BranchSchedule":
-        """Returns the schedule of queries that begin at this position, where that was not known."""
+        """Returns the schedule with this position of the first query, if it is known only at run time."""
         return dataclasses.replace(self, queries=self.queries.at(first_token))
 
     def of_devices(self) -> "BranchSchedule":
@@ -122,7 +122,7 @@ class BranchSchedule:
 
     @property
     def can_exchange_rows(self) -> bool:
-        """Whether the rows of a shard are those of its devices, one after the other."""
+        """Whether the rows of a shard are the concatenated rows of its devices."""
         side, own = self.of_devices().queries, self.queries
         is_cut_evenly = side.chunk_rows * self.branch.offset_rate == side.shard_length and own.is_cut_evenly
         return is_cut_evenly and side.is_strided and own.is_strided and self.is_closed and not self.is_general
@@ -137,11 +137,11 @@ class BranchSchedule:
         return dataclasses.replace(self, queries=whole(self.queries), keys=whole(self.keys))
 
     def in_groups(self, least_tokens: int) -> "BranchSchedule":
-        """Returns the schedule in which segments are computed in groups of so many tokens, one after the other."""
+        """Returns the schedule that computes segments in groups of at least so many tokens, one after the other."""
         in_groups = lambda side: side.in_groups(least_tokens)
         return dataclasses.replace(self, queries=in_groups(self.queries), keys=in_groups(self.keys))
 
-    # Ways: where rows are after some rotations.
+    # Where rows are after some hops.
 
     def ring(self, shard: Any) -> tuple[Any, Any]:
         """Returns the first shard and the number of shards of the ring that a shard belongs to."""
@@ -152,7 +152,7 @@ class BranchSchedule:
         return shard // self.ring_size * self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
 
     def source(self, shard: Any, hops: Any, direction: int = 1) -> Any:
-        """Returns the shard whose rows are at `shard` after so many rotations in this direction."""
+        """Returns the shard whose rows are at `shard` after `hops` hops in this direction."""
         if isinstance(hops, int) and hops == 0:
             return shard
         first, size = self.ring(shard)
@@ -160,9 +160,9 @@ class BranchSchedule:
         return first + remainder(shard - first + back, size)
 
     def is_new(self, shard: Any, hops: Any, direction: int = 1) -> Any:
-        """Returns whether the rows that are at `shard` after so many rotations are there for the first time.
+        """Returns whether the rows that are at `shard` after `hops` hops are there for the first time.
 
-        Those of open rings are not where they came round from the other end.
+        In an open ring, rows that have wrapped around its ends do not count as new.
         """
         if isinstance(hops, int) and hops == 0:
             return True
@@ -179,7 +179,7 @@ class BranchSchedule:
         return tuple(zip(self.source(shards, *_way(hops)).tolist(), shards.tolist(), strict=True))
 
     def hop(self, hops: int) -> tuple[tuple[int, int], ...]:
-        """Returns those pairs of `permutation` that do not lead round the end of a ring."""
+        """Returns the pairs of `permutation` that do not wrap around the ends of a ring."""
         shards = np.arange(self.num_shards)
         is_new = np.broadcast_to(self.is_new(shards, *_way(hops)), shards.shape)
         return tuple(pair for pair, is_one in zip(self.permutation(hops), is_new, strict=True) if is_one)
@@ -197,22 +197,22 @@ class BranchSchedule:
 
     @property
     def is_one_segment(self) -> bool:
-        """Whether the rows of each ring, or else of each chunk, all see each other."""
+        """Whether all rows of a ring, or of a chunk if the branch is local, see each other."""
         if self.is_local:
             return self.queries.chunks == "segments"
         return self.is_closed and self.queries.is_in_one_segment and not self.is_general
 
     @property
     def is_dense(self) -> bool:
-        """Whether no row is padding, and rows that meet all share a segment."""
+        """Whether no row is padding, and all rows that are computed together share a segment."""
         return self.queries.is_full and self.is_one_segment
 
-    # Balance: in a causal ring a later shard has more keys to see, in each step all or nothing. So each shard cuts its
-    # padded rows in halves, of which shard j of g holds number 2j and 2j + 1, and swaps the second with shard g - 1 -
-    # j. It then has the halves 2j and 2(g-1-j) + 1. Of two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is
-    # after 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole
-    # halves, in the first one whole half and two triangles. Where masks tell positions, the order of the halves is
-    # nothing to them; kernels that tell rows by their places have them sorted.
+    # Zigzag: in a causal ring a later shard sees more keys, and in each step all of them or none. So each shard cuts
+    # its padded rows into halves: shard j of g holds halves 2j and 2j + 1, and swaps the second with shard g - 1 - j.
+    # It then has halves 2j and 2(g-1-j) + 1. For two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is after
+    # 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole halves,
+    # in the first step one whole half and two triangles. Masks made from positions allow any order of the halves;
+    # kernels that mask by row index get them sorted.
 
     @property
     def is_zigzag(self) -> bool:
@@ -221,7 +221,7 @@ class BranchSchedule:
 
     @property
     def continues(self) -> bool:
-        """Whether it adds to sums of earlier branches in place: its rows are all tokens, in the order of these."""
+        """Whether the branch adds to sums of earlier branches in place: its rows are all tokens, in token order."""
         are_in_order = self.queries.chunks != "phases" and not self.is_zigzag
         return self.addition == "in place" and self.branch.keeps_all and are_in_order
 
@@ -254,7 +254,7 @@ Schedules = tuple[BranchSchedule, ...]
 
 
 def exchanged_together(schedules: Iterable[BranchSchedule]) -> list[Schedules]:
-    """Returns the schedules in groups, each of branches for which the same tokens are exchanged."""
+    """Returns the schedules in groups of branches for which the same tokens are exchanged."""
     groups: dict[tuple[int, int | None], list[BranchSchedule]] = {}
     for schedule in schedules:
         rows_of = schedule.number if schedule.exchanges_rows else None
@@ -263,7 +263,7 @@ def exchanged_together(schedules: Iterable[BranchSchedule]) -> list[Schedules]:
 
 
 def in_order_of_sums(schedules: Iterable[BranchSchedule]) -> list[BranchSchedule]:
-    """Returns the schedules as they are added: those that continue sums come last, as others have sums of their own."""
+    """Returns the schedules in the order of their addition: those that continue sums come after all others."""
     return sorted(schedules, key=lambda schedule: schedule.continues)
 
 

@@ -1,6 +1,6 @@
 """One side of a branch, its queries or its keys: from tokens to padded rows, and from these to tiles, in integers.
 
-Like the kinds of branches, these are arithmetic operators only: for Python, NumPy and traced JAX integers.
+As in the kinds of branches, only arithmetic operators are used, for Python, NumPy and traced JAX integers.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from ringjax._pattern.branch import Branch, remainder
 
-# The most pairs of a chunk's start and an offset for which rows are counted one by one; a bound serves for more.
+# Rows are counted for each pair of a chunk's start and an offset; for more pairs than this, a bound replaces the count.
 _MOST_STARTS = 2**22
 
 
@@ -20,13 +20,13 @@ _MOST_STARTS = 2**22
 class Side:
     """The rows of a branch on a sequence of `length` tokens in `num_shards` shards of `shard_length` tokens.
 
-    Tokens are named by their positions, from `first_token` on. Where the side `is_moving`, that is known only when the
-    program runs, see `at`. Of each shard, these are the rows among its `num_tokens` tokens from number `begin` on.
+    A token is its position, from `first_token` on, which is known only when the program runs if the side `is_moving`,
+    see `at`. The side has the rows of `num_tokens` tokens of each shard, from its token `begin` on.
 
-    These tokens are cut into chunks. Each attends to itself and, on other shards, to chunks of its number:
-    into one (`"whole"`), into `"segments"` which lie inside the shard, or into `"phases"`, tokens a rate apart. A
-    chunk has `chunk_rows` padded rows for those that a head keeps; padding is masked. The rows of a chunk
-    are computed in blocks, an even number of them where its `halves` go to different shards; short chunks share a tile.
+    These tokens are cut into chunks: one (`"whole"`), `"segments"` that lie inside the shard, or `"phases"`, tokens a
+    rate apart. A chunk attends to itself and, on other shards, to the chunk of its number. It has `chunk_rows` padded
+    rows for the rows that a head keeps; padding is masked. The rows of a chunk are computed in blocks, an even number
+    of them if its `halves` go to different shards; short chunks share a tile.
     """
 
     branch: Branch
@@ -40,14 +40,14 @@ class Side:
     num_tokens: int = 0
     chunks: Literal["whole", "segments", "phases"] = "whole"
     halves: int = 1
-    of_tile: int | None = None  # the chunks of a tile, where they have to be as many as in other tiles of the shard
+    of_tile: int | None = None  # the chunks per tile, if they have to match other tiles of the shard
 
     def at(self, first_token: Any) -> "Side":
-        """Returns the side with this first token, a traced one too: no shape depends on it where it `is_moving`."""
+        """Returns the side with this first token if it `is_moving`: no shape depends on it, so it may be traced."""
         return dataclasses.replace(self, first_token=first_token) if self.is_moving else self
 
     def part(self, begin: int, num_tokens: int) -> "Side":
-        """Returns the rows among some of each shard's tokens, whose tiles meet those of all."""
+        """Returns the rows of some of each shard's tokens, in tiles that match those of all its tokens."""
         return dataclasses.replace(self, begin=begin, num_tokens=num_tokens, of_tile=self.chunks_per_tile)
 
     def in_two_parts(self) -> tuple["Side", ...]:
@@ -79,7 +79,7 @@ class Side:
 
     @property
     def chunk_length(self) -> int:
-        """The number of tokens from a chunk's first to its end."""
+        """The number of tokens that a chunk spans."""
         return (
             min(self.branch.period or self.num_tokens, self.num_tokens)
             if self.chunks == "segments"
@@ -97,7 +97,7 @@ class Side:
 
     @property
     def step(self) -> int:
-        """The distance of the rows of a chunk that is strided, in tokens."""
+        """The distance, in tokens, between the rows of a strided chunk."""
         return self.branch.modulus if self.chunks == "phases" else self.branch.offset_rate
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class Side:
         if self.chunks == "phases":
             return self.num_tokens // self.step
         period, rate = self.branch.period or 1, self.branch.offset_rate
-        # From one period to the next all is the same; all chunks begin as segments do where these are their segments.
+        # Chunk starts repeat with the period. Chunks that are segments all start where a segment does.
         num_starts = 1 if self.chunks == "segments" else math.lcm(period, self.shard_length) // self.shard_length
         num_starts = min(num_starts, self.num_shards)
         if self.is_moving or rate == 1 or num_starts * rate > _MOST_STARTS:
@@ -133,12 +133,12 @@ class Side:
 
     @property
     def is_strided(self) -> bool:
-        """Whether every head keeps one token, its offset, of each `step` tokens of a chunk, and no other."""
+        """Whether a head keeps exactly one of each `step` tokens of a chunk, the one at its offset."""
         if self.chunks == "phases" or self.step == 1:
             return True
         lengths = self.shard_length, self.num_tokens, self.chunk_length, self.begin, self.first_token
         is_aligned = not self.is_moving and all(length % self.step == 0 for length in lengths)
-        # Segments begin where a step does, or there is no more than one.
+        # Segments start at multiples of the step, or there is only one.
         return is_aligned and (self.is_in_one_segment or (self.branch.period or 0) % self.step == 0)
 
     @property
@@ -188,7 +188,7 @@ class Side:
 
     @property
     def num_full_chunks(self) -> int:
-        """The number of chunks that full tiles have: those beyond the chunks of a shard hold no rows."""
+        """The number of chunks of all tiles if these are full: chunks beyond those of a shard hold no rows."""
         return -(-self.num_chunks // self.chunks_per_tile) * self.chunks_per_tile
 
     @property
@@ -198,7 +198,7 @@ class Side:
 
     @property
     def num_tile_groups(self) -> int:
-        """The number of groups of tiles that have nothing to do with each other: those of the same chunks."""
+        """The number of groups of tiles with the same chunks: no group attends to another."""
         return self.num_tiles // self.num_blocks
 
     @property
@@ -208,19 +208,19 @@ class Side:
 
     @property
     def num_groups(self) -> int:
-        """The number of equal parts of a shard that have nothing to do with each other: the chunks of one tile each."""
+        """The number of equal parts of a shard that do not attend to each other, each with the chunks of one tile."""
         is_cut = self.chunks == "segments" and self.num_full_chunks * self.chunk_length == self.num_tokens
         return self.num_chunks // self.chunks_per_tile if is_cut else 1
 
     def in_groups(self, least_tokens: int) -> "Side":
-        """Returns the side in as many groups as have so many tokens each, and at least in one."""
+        """Returns the side in the most equal groups of at least so many tokens, or in one."""
         if self.chunks != "segments":
             return self
         num_groups = _greatest_divisor(self.num_chunks, max(1, self.num_chunks * self.chunk_length // least_tokens))
         return dataclasses.replace(self, of_tile=self.num_chunks // num_groups)
 
     def of_devices(self, ulysses_size: int) -> "Side":
-        """Returns the side on which each of the devices of a shard has one, whole."""
+        """Returns the side on which each device of a shard is a shard of its own, with one whole chunk."""
         length, count = self.shard_length // ulysses_size, self.num_shards * ulysses_size
         return dataclasses.replace(
             self, shard_length=length, num_tokens=length, num_shards=count, chunks="whole", halves=1, of_tile=None

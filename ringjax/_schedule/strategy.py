@@ -1,4 +1,4 @@
-"""How rows meet in each branch: the strategy that a call names, in schedules; integers alone."""
+"""The strategy that a call names, and the schedules that it gives each branch, in integers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ from ringjax._schedule.schedule import Schedules
 
 StrategyName = Literal["ring", "all_gather", "all_to_all"]
 Strategy = StrategyName | Literal["auto"] | Sequence[StrategyName]
-# Those that a branch can have, and what names them all.
+# The strategies of one branch, and all names of strategies.
 OF_BRANCHES: tuple[StrategyName, ...] = get_args(StrategyName)
 STRATEGIES = *OF_BRANCHES, "auto"
 
@@ -16,14 +16,14 @@ STRATEGIES = *OF_BRANCHES, "auto"
 def exchange_sizes(num_devices: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
     """Returns the numbers of consecutive devices that can exchange tokens for heads, given the heads of a device.
 
-    Each of them gets as many query heads as the others, and as many key/value heads, or else one.
+    The query heads divide evenly over these devices, and so do the key/value heads, or else each device gets one.
     """
     serves = lambda size: num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
     return tuple(size for size in range(1, num_devices + 1) if num_devices % size == 0 and serves(size))
 
 
 def check_strategy(argument: str, strategy: Any) -> None:
-    """Checks what says how rows meet: a name, or a sequence with one for each branch.
+    """Checks a strategy: a name, or a sequence with one for each branch.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -40,7 +40,7 @@ def check_strategy(argument: str, strategy: Any) -> None:
 
 
 def read_strategy(strategy: Any, num_branches: int) -> str | tuple[str, ...]:
-    """Returns the strategy of all branches, or a tuple of those of each.
+    """Returns the strategy of all branches, or a tuple with the strategy of each.
 
     Raises:
       ValueError: for another number of strategies than branches.
@@ -55,7 +55,7 @@ def read_strategy(strategy: Any, num_branches: int) -> str | tuple[str, ...]:
 
 
 def check_exchange(exchange_size: Any, strategy: str | tuple[str, ...]) -> None:
-    """Checks that something is exchanged where it is said how many devices do so.
+    """Checks that an exchange size is given only with a strategy that exchanges.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -71,10 +71,10 @@ def check_exchange(exchange_size: Any, strategy: str | tuple[str, ...]) -> None:
 def read_exchange_sizes(
     exchange_size: int | None, num_devices: int, num_heads: int, num_kv_heads: int
 ) -> tuple[int, ...]:
-    """Returns how many devices may exchange, given the heads of each: the number that is said, or else all that can.
+    """Returns how many devices may exchange, given the heads of each: the given number, or else all that can.
 
     Raises:
-      ValueError: if that number cannot.
+      ValueError: if the given number of devices cannot exchange.
     """
     sizes = exchange_sizes(num_devices, num_heads, num_kv_heads)
     if exchange_size is None:
@@ -92,19 +92,19 @@ def schedules_with(
 ) -> Schedules:
     """Returns the schedules, given the strategy of each branch.
 
-    `make` gives the schedules for a number of devices that exchange. This is the smallest of `sizes` after which
-    nothing else travels in the branches that exchange, or else the largest.
+    `make` returns the schedules for a number of devices that exchange. The chosen number is the smallest of `sizes`
+    that makes the branches that exchange local, or else the largest.
     """
     schedules = list(make(1))
     for number, (schedule, strategy) in enumerate(zip(schedules, strategies, strict=True)):
-        if strategy == "all_gather" and schedule.is_closed:  # open branches keep their hops, which bring less
+        if strategy == "all_gather" and schedule.is_closed:  # open rings keep their hops, which send less
             schedules[number] = dataclasses.replace(schedule, strategy="all_gather")
     exchanging = [number for number, strategy in enumerate(strategies) if strategy == "all_to_all"]
     travelling = [number for number in exchanging if not schedules[number].is_local]
     if not travelling or max(sizes) == 1:
         return tuple(schedules)
     size_of = lambda numbers: next((size for size in sizes if _are_local(make(size), numbers)), sizes[-1])
-    # Either all tokens are exchanged, and serve all branches, or of each that is not local its rows alone.
+    # Either all tokens are exchanged once for all branches, or only the rows of each branch that is not local.
     exchanged = {number: make(size_of([number]))[number] for number in travelling}
     sides = [schedule.of_devices().queries for schedule in exchanged.values()]
     has_few = sum(side.chunk_rows for side in sides) < sides[0].shard_length

@@ -1,4 +1,4 @@
-"""What a call asks of each device: its sizes there, the bytes of its rows, and which of these travel in the backward.
+"""What a call asks of each device: its sizes there, the bytes of its rows, and which side the backward streams.
 
 B batch, N query heads of a device, K key/value heads, H and V the widths.
 """
@@ -17,9 +17,9 @@ from ringjax._schedule.side import Side
 
 
 class RowBytes(NamedTuple):
-    """The bytes of one padded row on one shard, over batch and heads, of what the backward reads and adds up."""
+    """The bytes of one padded row, over batch and heads of a shard, in the inputs and sums of the backward."""
 
-    queries: int  # with all that belongs to them: cotangents, lse, ...
+    queries: int  # with their residuals: cotangents, lse, ...
     keys: int  # and values
     query_grad: int
     keys_grad: int
@@ -27,18 +27,18 @@ class RowBytes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a call asks for, beside its schedule: sizes on one device, before it exchanges tokens for heads.
+    """What a call asks for besides its schedule: sizes on one device, before it exchanges tokens for heads.
 
     Args:
       pattern: the pattern.
       num_kv_heads: the key/value heads of all devices.
       batch, num_heads, width, value_width: what a device has of B, N, H and V.
-      itemsize, sum_itemsize: the bytes of a number of the arrays, and of sums.
-      kv_itemsizes: the bytes of a number of keys, and of values; by default those of the arrays.
-      has_order: whether what is exchanged waits for each other, as on CPUs: then nothing is left out.
-      head_parts: the devices that heads are cut over, beside those of the sequence.
-      document_itemsize: the bytes of the number of a document, 0 without documents.
-      needs_lse: whether anything but the sum of branches asks for the lse, which may then have a gradient.
+      itemsize, sum_itemsize: the bytes of an element of the arrays, and of sums.
+      kv_itemsizes: the bytes of an element of keys, and of values; by default `itemsize`.
+      has_order: whether collectives wait for each other, as on CPUs: then XLA eliminates no unused one.
+      head_parts: the devices that heads are cut over, besides those of the sequence.
+      document_itemsize: the bytes of a document number, 0 without documents.
+      needs_lse: whether anything besides the sum of branches needs the lse, which may then have a gradient.
     """
 
     pattern: DilatedPattern
@@ -71,7 +71,7 @@ class Work:
         return self._parts(ulysses_size).size
 
     def repeats_heads(self, ulysses_size: int) -> bool:
-        """Returns whether key/value heads are too few to be exchanged, so that gradients of copies are added."""
+        """Returns whether key/value heads are too few for the exchange, which then copies them and sums gradients."""
         return ulysses_size * self.local_heads(ulysses_size) != self.local_heads(1)
 
     def heads_of(self, schedule: BranchSchedule) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Work:
         return self.num_heads // schedule.ulysses_size // parts.size * most, most
 
     def num_classes(self, schedule: BranchSchedule) -> int:
-        """Returns how many classes of heads there are, whose rows are not the same."""
+        """Returns the number of classes of heads: heads of one class keep the same rows."""
         branches = [(schedule.number, schedule.branch), *schedule.earlier_branches]
         offsets = [self._offsets(schedule, one, number) for number, one in branches]
         return np.unique(np.stack(offsets), axis=1).shape[1]
@@ -91,7 +91,7 @@ class Work:
         return tuple(self._offsets(schedule, schedule.branch, schedule.number).tolist())
 
     def _offsets(self, schedule: BranchSchedule, other: Branch, number: int) -> np.ndarray:
-        """The offsets of the heads of a branch in another branch."""
+        """Returns the offsets that the heads of a branch have in another branch."""
         return self.pattern.offset(np.asarray(self._numbers(schedule)), other, number, self.num_kv_heads)
 
     def _parts(self, ulysses_size: int) -> HeadParts:
@@ -123,20 +123,20 @@ class Work:
         )
 
     def _residual_bytes(self, schedule: BranchSchedule) -> int:
-        """The bytes of what the backward needs of a query, beside itself: delta of it, or the output."""
+        """Returns the bytes that the backward needs for a query besides the query, with its delta or its output."""
         if schedule.residual_bytes is not None:
             return schedule.residual_bytes
         return self.value_width * self.itemsize + 2 * self.sum_itemsize
 
     def residual_bytes(self, schedules: Iterable[BranchSchedule]) -> int:
-        """Returns the same for several branches, each of whose implementations has its own."""
+        """Returns these bytes summed over the distinct implementations of several branches."""
         return sum({schedule.implementation: self._residual_bytes(schedule) for schedule in schedules}.values())
 
 
 def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
-    """Returns the schedules in which the backward sends queries where they are lighter than keys, with gradients.
+    """Returns schedules whose backward streams queries if these, with gradients, have fewer bytes than keys.
 
-    To be asked again when implementations have taken branches: what they need of a query differs.
+    It has to be called again once implementations are chosen, since their residuals differ.
     """
     are_lighter = [_are_queries_lighter(schedule, work.row_bytes(schedule)) for schedule in schedules]
     of_all = zip(schedules, are_lighter, strict=True)
