@@ -6,6 +6,7 @@ from typing import Any as _Any
 
 from ringjax._attention import ring_dilated_attention
 from ringjax._attention_fn import attention_fn
+from ringjax._decode_attention import decode_attention
 from ringjax._mesh.device_order import make_mesh
 from ringjax._mesh.padding import pad_to_mesh, unpad
 from ringjax._mesh.unused import MeshWarning
@@ -34,6 +35,7 @@ __all__ = [
     "Window",
     "attention_fn",
     "attention_weights",
+    "decode_attention",
     "dilated_attention_reference",
     "explain",
     "linen",

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ringjax._kernels.implementation import ImplementationName, check_implementation
 from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, check_spec
 from ringjax._pattern.arguments import check_precision
-from ringjax._pattern.counts import check_optional_count, check_optional_flag
+from ringjax._pattern.counts import check_flag, check_optional_count, check_optional_flag
 from ringjax._pattern.option import Option, read_options
 from ringjax._pattern.options import (
     DropoutOptions,
@@ -16,6 +16,7 @@ from ringjax._pattern.options import (
     ResultOptions,
     ScaleOptions,
     SeedOptions,
+    SinkOptions,
     TokenOptions,
     pattern_of,
 )
@@ -23,7 +24,20 @@ from ringjax._pattern.pattern import DilatedPattern
 from ringjax._schedule.strategy import Strategy, check_exchange, check_strategy, read_strategy
 
 
-class KernelOptions(TypedDict, total=False):
+class PrecisionOptions(TypedDict, total=False):
+    """How products are computed."""
+
+    precision: Annotated[
+        Any,
+        Option(
+            None,
+            "the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.",
+            check_precision,
+        ),
+    ]
+
+
+class KernelOptions(PrecisionOptions, total=False):
     """Which implementation computes, and in which pieces."""
 
     exchange_size: Annotated[
@@ -58,14 +72,6 @@ class KernelOptions(TypedDict, total=False):
             "shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and "
             "less work where a mask cuts them; larger ones run faster.",
             check_optional_count,
-        ),
-    ]
-    precision: Annotated[
-        Any,
-        Option(
-            None,
-            "the precision of products, as :func:`jax.numpy.einsum` takes it; jax's default by default.",
-            check_precision,
         ),
     ]
     documents_are_sorted: Annotated[
@@ -126,6 +132,16 @@ class FactoryOptions(
     PatternOptions, ScaleOptions, TokenOptions, StrategyOptions, KernelOptions, MeshOptions, total=False
 ):
     """The options of :func:`attention_fn`, without those of dropout, which Flax's modules pass in each call."""
+
+
+class DecodeOptions(PatternOptions, ScaleOptions, SinkOptions, PrecisionOptions, MeshOptions, total=False):
+    """The options of :func:`decode_attention`, except the one on which the type of its result depends."""
+
+    is_causal: Annotated[bool, Option(True, "always true: tokens that are decoded see no later ones.", check_flag)]
+
+
+class AllDecodeOptions(DecodeOptions, ResultOptions, total=False):
+    """The options of :func:`decode_attention`."""
 
 
 class Options(ModuleOptions, TokenOptions, SeedOptions, total=False):

@@ -37,6 +37,7 @@ README = (ROOT / "README.md").read_text()
 MODULES = [
     "_attention",
     "_attention_fn",
+    "_decode_attention",
     "_pattern.branch",
     "_mesh.device_order",
     "_tools.explain",

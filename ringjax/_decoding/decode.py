@@ -23,28 +23,28 @@ from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.sinks import add_sinks, read_sinks
 
 
-class _Branch(NamedTuple):
-    """A branch on one shard: its heads, their offsets here and in earlier branches, and the rows of its cache here."""
+class DecodedBranch(NamedTuple):
+    """A branch on one shard: its heads, and their offsets here and in earlier branches."""
 
     branch: Branch
     heads: slice
     offset: Int[Array, "K 1"]
     earlier: list[tuple[Branch, Int[Array, "K 1"]]]
-    row: Int[Array, "R"]
-
-    def rows_at(self, last: Any) -> tuple[Int[Array, "K R"], Bool[Array, "K R"]]:
-        """Returns the token of each row after token `last`, and whether there is one so far."""
-        return self.branch.cached(self.row, last, self.offset)
 
     def attends(
-        self, query: Int[Array, "c"], key: Int[Array, "K R"], is_key: Bool[Array, "K R"]
-    ) -> Bool[Array, "K c R"]:
-        """Returns which queries attend to which keys, given the tokens of both."""
-        query, key = query[:, None], key[:, None]  # [c, 1], [K, 1, R]
-        attends = self.branch.holds(query, key, self.offset[..., None], is_causal=True)
+        self, query: Int[Array, "*B c"], key: Int[Array, "*B k R"], is_key: Bool[Array, "*B k R"]
+    ) -> Bool[Array, "*B #K c R"]:
+        """Returns which queries attend to which keys, given the tokens of both; k is K or 1."""
+        query, key = query[..., None, :, None], key[..., :, None, :]  # [*B, 1, c, 1], [*B, k, 1, R]
+        attends = _holds(self.branch, query, key, self.offset)
         for branch, offset in self.earlier:
-            attends &= ~branch.holds(query, key, offset[..., None], is_causal=True)
-        return attends & is_key[:, None]
+            attends &= ~_holds(branch, query, key, offset)
+        return attends & is_key[..., None, :]
+
+
+def _holds(branch: Branch, query: Array, key: Array, offset: Int[Array, "K 1"]) -> Bool[Array, "*B #K c R"]:
+    # With a rate of one all heads have the offset zero: one mask serves all.
+    return branch.holds(query, key, (offset if branch.offset_rate > 1 else offset[:1])[..., None], is_causal=True)
 
 
 def make_decoder(pattern: DilatedPattern, num_kv_heads: int, weighting: Weighting, placement: Placement) -> "Decoder":
@@ -72,8 +72,7 @@ class Decoder:
             keys, values = _halves(caches)
             filled: list[Array] = []
             for tokens, rows_of_branches in ((key, keys), (value, values)):
-                branches = self._branches([rows.shape[-3] for rows in rows_of_branches])
-                for branch, rows in zip(branches, rows_of_branches, strict=True):
+                for branch, rows in zip(self.branches(), rows_of_branches, strict=True):
                     filled.append(self._fill(branch, tokens, rows, length, filled[-1:]))
             return tuple(filled)
 
@@ -83,23 +82,22 @@ class Decoder:
         filled = mapped(*(placement.lay_out(array, "k") for array in (key, value, *caches)))
         return Cache(*_halves(filled), jnp.int32(length), cache.max_length)
 
-    def _fill(self, branch: _Branch, tokens: Array, rows: Array, length: int, sent: list[Array]) -> Array:
-        axis_name, num_shards = self.placement.axis_name, self.placement.num_shards
-        shard = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+    def _fill(self, branch: DecodedBranch, tokens: Array, rows: Array, length: int, sent: list[Array]) -> Array:
+        axis_name, num_shards, shard = self.placement.axis_name, self.placement.num_shards, self.shard
         tokens = tokens[..., branch.heads, :]
         dtype = rows.dtype
 
         def take(row: Array) -> Array:
-            token, is_row = branch._replace(row=row).rows_at(length - 1)
+            token, is_row = branch.branch.cached(row, length - 1, branch.offset)
             local = token - shard * tokens.shape[-3]
             is_here = is_row & (local >= 0) & (local < tokens.shape[-3])
             return _take(tokens, jnp.where(is_here, local, 0), is_here).astype(dtype)
 
+        first = jnp.arange(rows.shape[-3], dtype=jnp.int32)
         if axis_name is None:
-            return take(branch.row)
+            return take(first)
         # Each shard in turn is sent its rows, so that no more than those of one are on any device. They go in float32
         # at least, but once for a prompt.
-        first = jnp.arange(branch.row.size, dtype=jnp.int32)
 
         def send(receiver: Any, own: Array) -> Array:
             sent = psum(take(receiver * first.size + first), axis_name)
@@ -152,12 +150,11 @@ class Decoder:
         out = jnp.where(length <= cache.max_length, out.astype(query.dtype), jnp.nan)
         return out, Cache(*_halves(caches), length, cache.max_length)
 
-    def _branches(self, sizes: Any) -> Iterator[_Branch]:
-        """The branches on this shard, given the number of rows of the cache of each."""
+    def branches(self) -> Iterator[DecodedBranch]:
+        """Gives the branches on this shard."""
         placement = self.placement
         shards = jax.lax.axis_size(placement.heads)
         first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
-        shard = 0 if placement.axis_name is None else jax.lax.axis_index(placement.axis_name)
         before = []
         within = [branch.within(*[MAX_POSITIONS] * 3) for branch in self.pattern.branches]
         for number, branch in enumerate(within):
@@ -168,10 +165,14 @@ class Decoder:
                 (one, self.pattern.offset(head, one, i, self.num_kv_heads)[:, None])
                 for i, one in [(number, branch), *before]
             ]
-            row = shard * sizes[number] + jnp.arange(sizes[number], dtype=jnp.int32)
-            yield _Branch(branch, heads, offsets[0][1], offsets[1:], row)
+            yield DecodedBranch(branch, heads, offsets[0][1], offsets[1:])
             if self.pattern.merge == "union" and self.pattern.heads == "all":
                 before.append((number, branch))
+
+    @property
+    def shard(self) -> Any:
+        """The number of this shard."""
+        return 0 if self.placement.axis_name is None else jax.lax.axis_index(self.placement.axis_name)
 
     def _attend(
         self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any
@@ -180,29 +181,39 @@ class Decoder:
         groups = query.shape[-2] // num_heads
         grouped = query.reshape(*query.shape[:-2], num_heads, groups, query.shape[-1])  # [*B, c, K, G, H]
         token = length + jnp.arange(count, dtype=jnp.int32)
-        branches = self._branches([array.shape[-3] for array in keys])
         cached, new, new_keys, new_values = [], [], [], []
-        for branch, cached_key, cached_value in zip(branches, keys, values, strict=True):
+        for branch, cached_key, cached_value in zip(self.branches(), keys, values, strict=True):
+            rows = cached_key.shape[-3]
+            row = self.shard * rows + jnp.arange(rows, dtype=jnp.int32)
             own_key, own_value = key[..., branch.heads, :], value[..., branch.heads, :]
             own_token = jnp.broadcast_to(token, (branch.offset.shape[0], count))
-            attend = functools.partial(self._attend_branch, branch, grouped, token)
-            cached.append(attend(cached_key, cached_value, *branch.rows_at(length - 1)))
+            attend = functools.partial(self.attend_branch, branch, grouped, token)
+            cached.append(attend(cached_key, cached_value, *branch.branch.cached(row, length - 1, branch.offset)))
             new.append(attend(own_key, own_value, own_token, jnp.ones_like(own_token, bool)))
-            new_keys.append(_write(branch, cached_key, own_key, length))
-            new_values.append(_write(branch, cached_value, own_value, length))
-        parts = [self._over_shards(*_merge(cached)), *new]
-        out, lse = _merge(parts)
+            new_rows = branch.branch.cached(row, length + count - 1, branch.offset)
+            new_keys.append(_write(new_rows, cached_key, own_key, length))
+            new_values.append(_write(new_rows, cached_value, own_value, length))
+        parts = [self.over_shards(*merge_all(cached)), *new]
+        out, lse = merge_all(parts)
         out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])  # [*B, c, N, V]
         return out, lse, *new_keys, *new_values
 
-    def _attend_branch(
-        self, branch: _Branch, query: Array, token: Array, key: Array, value: Array, key_token: Array, is_key: Array
+    def attend_branch(
+        self,
+        branch: DecodedBranch,
+        query: Array,
+        token: Array,
+        key: Array,
+        value: Array,
+        key_token: Array,
+        is_key: Array,
     ) -> tuple[Array, Array]:
+        """Returns the attention of queries [*B, c, K, G, H] on some rows of a branch, given the tokens of both."""
         attends = branch.attends(token, key_token, is_key)
         results = _attend_rows(query[..., branch.heads, :, :], key, value, attends, self.weighting)
         return _of_all_heads(*results, branch.heads, query.shape[-3])
 
-    def _over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
+    def over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
         """Merges what the shards have of the keys."""
         axis_name = self.placement.axis_name
         if axis_name is None:
@@ -218,13 +229,13 @@ def _attend_rows(
     query: Float[Array, "*B c K G H"],
     key: Float[Array, "*B R K H"],
     value: Float[Array, "*B R K V"],
-    attends: Bool[Array, "K c R"],
+    attends: Bool[Array, "*#B #K c R"],
     weighting: Weighting,
 ) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
     dtype = accumulation_dtype(query, key, value)
     multiply = functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
     scores = weighting.scores(multiply("...ckgh,...rkh->...ckgr", query, key))
-    mask = attends.swapaxes(0, 1)[:, :, None]  # [c, K, 1, R]
+    mask = attends.swapaxes(-3, -2)[..., None, :]  # [*B, c, K, 1, R]
     logits = jnp.where(mask, scores * weighting.logit_scale, -jnp.inf)
     maximum = logits.max(axis=-1, initial=-jnp.inf)
     weights = jnp.exp(logits - shift_of(maximum)[..., None])
@@ -245,10 +256,9 @@ def _of_all_heads(
     return all_out, jnp.full_like(lse, -jnp.inf, shape=shape).at[..., heads, :].set(lse)
 
 
-def _write(branch: _Branch, rows: Float[Array, "*B R K D"], tokens: Float[Array, "*B c K D"], index: Array) -> Array:
-    """Returns the rows of the cache after tokens number `index` and following."""
-    count = tokens.shape[-3]
-    token, is_row = branch.rows_at(index + count - 1)
+def _write(new_rows: tuple[Array, Array], rows: Float[Array, "*B R K D"], tokens: Array, index: Array) -> Array:
+    """Returns the rows of the cache after tokens [*B, c, K, D] number `index` and following."""
+    token, is_row = new_rows
     source = token - index
     is_new = is_row & (source >= 0)
     new = _take(tokens, jnp.where(is_new, source, 0), is_new)
@@ -261,7 +271,8 @@ def _take(tokens: Float[Array, "*B n K D"], index: Int[Array, "K R"], is_row: Bo
     return jnp.where(is_row.T[..., None], taken, 0)
 
 
-def _merge(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+def merge_all(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Returns the output and the lse over the rows of all parts."""
     return merge([out for out, _ in parts], [lse for _, lse in parts])
 
 

@@ -111,6 +111,14 @@ class Branch(abc.ABC):
     def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
         """Returns the token in a row of the cache after token `last`, and whether the row is one."""
 
+    @abc.abstractmethod
+    def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
+        """Returns tokens [..., R] among which the `count` tokens up to `last` see keys, in a shard.
+
+        The shard has `length` tokens from `start` on; tokens that are returned may lie outside of it. None stands for
+        all tokens of the shard, where R would be no smaller than `length`.
+        """
+
     def holds(self, query: Any, key: Any, offset: Any, is_causal: bool = False) -> Any:
         """Returns whether a query of a head of this offset sees a key."""
         first, last = self.seen(query, is_causal)
@@ -213,6 +221,16 @@ class Segments(Branch):
         token = last // self.length * self.length + offset + is_row * row * self.rate  # within 32 bits
         return token, is_row & (token <= last) & (last >= 0)
 
+    def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
+        segments = 1 if count == 1 else (count - 2) // self.length + 2
+        most = min(segments * self._kept_of_all(0), self.most_kept(length))
+        if most >= length:
+            return None
+        query = last - (count - 1)
+        first, _ = self.seen(query * (query > 0))
+        first = first + (start > first) * (start - first)
+        return self.token(self.rank(first, offset)[..., None] + np.arange(most, dtype=np.int32), offset[..., None])
+
     def _kept(self, tokens: Any, offset: Any) -> Any:
         """The number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
         return (tokens + self.rate - 1 - offset) // self.rate
@@ -312,6 +330,12 @@ class Window(Branch):
         extent = min(self.extent, MAX_POSITIONS)  # within 32 bits: all tokens have rows of their own
         token = offset * 0 + last - (last - row) % extent  # the same for all heads
         return token, (row < extent) & (token >= 0)
+
+    def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
+        if min(self.extent, count * self.size) >= length:
+            return None
+        distance = np.unique(np.arange(count)[:, None] + np.arange(self.size) * self.rate)
+        return None if distance.size >= length else last[..., None] - distance.astype(np.int32)
 
 
 def _read_integers(branch: Any, *names: str) -> None:

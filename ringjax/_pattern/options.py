@@ -102,7 +102,22 @@ class ScaleOptions(TypedDict, total=False):
     ]
 
 
-class TokenOptions(TypedDict, total=False):
+class SinkOptions(TypedDict, total=False):
+    """What takes part in the softmax beside keys."""
+
+    sinks: Annotated[
+        Array | np.ndarray | None,
+        Option(
+            None,
+            "a logit for each query head, [N] or what broadcasts to [..., T, N]: it takes part in the softmax of the "
+            'head\'s rows and has no value (gpt-oss; zeros are "softmax off by one"). It is differentiated, neither '
+            "scaled nor capped nor dropped, and is part of the lse.",
+            check_sinks,
+        ),
+    ]
+
+
+class TokenOptions(SinkOptions, total=False):
     """What belongs to the tokens of one call."""
 
     document_ids: Annotated[
@@ -124,16 +139,6 @@ class TokenOptions(TypedDict, total=False):
             "2**31 - 1. Each integer compiles a program of its own. A scalar integer array serves all offsets with one "
             "program, in which every device receives keys of all others.",
             check_offset,
-        ),
-    ]
-    sinks: Annotated[
-        Array | np.ndarray | None,
-        Option(
-            None,
-            "a logit for each query head, [N] or what broadcasts to [..., T, N]: it takes part in the softmax of the "
-            'head\'s rows and has no value (gpt-oss; zeros are "softmax off by one"). It is differentiated, neither '
-            "scaled nor capped nor dropped, and is part of the lse.",
-            check_sinks,
         ),
     ]
 
