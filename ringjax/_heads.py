@@ -22,7 +22,7 @@ from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
 from ringjax._options import ModuleOptions, read_checked
 from ringjax._pattern.arguments import DTYPES
-from ringjax._pattern.counts import check_count, is_flag, is_integer, is_real, read_flag
+from ringjax._pattern.counts import check_count, check_flags, is_flag, is_integer, is_real, read_flag
 from ringjax._pattern.option import options_of
 from ringjax._pattern.options import IN_PATTERN
 from ringjax._pattern.other_names import OF_MAKING
@@ -171,19 +171,33 @@ class Settings:
             raise ValueError(f"position_embedding made {shape} of {array.shape}: let it return heads of that shape")
         return embedded.astype(array.dtype)
 
-    def make_cache(self, batch: tuple[int, ...], max_length: int, dtype: Any, spec: P | None = None) -> Cache:
+    def make_cache(
+        self,
+        batch: tuple[int, ...],
+        max_length: int,
+        dtype: Any,
+        spec: P | None = None,
+        *,
+        per_sequence: Any = False,
+        rewind: Any = 0,
+    ) -> Cache:
         """Returns the cache of no tokens, for sequences of `max_length` whose heads lie on the mesh as `spec` says.
 
         Raises:
-          ValueError: if the attention is not causal, or heads cannot lie as the spec says.
-          TypeError: if the dtype is no floating one, or the spec no spec.
+          ValueError: if the attention is not causal, heads cannot lie as the spec says, or `rewind` is negative.
+          TypeError: if the dtype is no floating one, the spec no spec, or `per_sequence` no truth value.
         """
         self.check_causal()
+        check_flags(per_sequence=per_sequence)
+        if not is_integer(rewind) or rewind < 0:
+            raise ValueError(f"rewind={rewind!r} must be the number of tokens that may be taken back, 0 for none")
         check_dtype("dtype", dtype)
         check_spec("spec", spec)
         mesh, axis_name, own = self._mesh
         heads = jax.ShapeDtypeStruct((*batch, max_length, self.num_heads, self.head_dim), dtype)
-        return make_cache(self.pattern, heads, self.num_kv_heads, mesh, axis_name, own if spec is None else spec)
+        spec = own if spec is None else spec
+        sizes = {"per_sequence": per_sequence, "rewind": int(rewind)}
+        return make_cache(self.pattern, heads, self.num_kv_heads, mesh, axis_name, spec, **sizes)
 
     @own_promotion()
     def prefill(
@@ -194,13 +208,20 @@ class Settings:
         cache: Cache,
         sinks: Any = None,
         positions: Positions = (None, None),
+        rewind: int = 0,
+        lengths: Array | None = None,
     ) -> tuple[Array, Cache]:
-        """Returns the attention of a sequence from its beginning, and the cache after it.
+        """Returns the attention of sequences from their beginning, and the cache after all or `lengths` tokens of each.
 
         Raises:
-          ValueError: if it is longer than the cache is for.
+          ValueError: if they are longer than the cache is for, or it has no length for each of them.
         """
-        decoder = self._decoder(query, key, value)
+        if lengths is not None and cache.length.shape != np.shape(lengths):
+            raise ValueError(
+                f"lengths has the shape {np.shape(lengths)}, and the cache has lengths {cache.length.shape}: pass one "
+                "for each sequence, to a cache of init_cache(..., per_sequence=True)"
+            )
+        decoder = self._decoder(query, key, value, rewind)
         length = decoder.placement.length(key)
         if not isinstance(cache.max_length, Tracer) and length > int(cache.max_length):
             raise ValueError(
@@ -211,7 +232,11 @@ class Settings:
         out = self.attend(query, key, value, sinks=sinks, positions=positions)
         embedded = self._embed(key, positions[1], is_key=True)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
-        return out, decoder.prefill(embedded, value, cache)
+        if lengths is not None:
+            lengths = jnp.asarray(lengths, jnp.int32)
+            is_token = token_positions(query, *self._mesh[:2]) < lengths[..., None]  # [*B, T]
+            out = jnp.where(is_token[..., None, None], out, 0)
+        return out, decoder.prefill(embedded, value, cache, lengths)
 
     @own_promotion()
     def step(
@@ -222,26 +247,27 @@ class Settings:
         cache: Cache,
         sinks: Any = None,
         positions: Positions = (None, None),
+        rewind: int = 0,
     ) -> tuple[Array, Cache]:
         """Returns the attention of the tokens that follow those in the cache, and the cache after them."""
-        following = cache.length + jnp.arange(query.shape[-3], dtype=jnp.int32)
+        following = cache.length[..., None] + jnp.arange(query.shape[-3], dtype=jnp.int32)
         of_queries, of_keys = (following if given is None else given for given in positions)
         query, key = self._embed(query, of_queries), self._embed(key, of_keys, is_key=True)
         query, _ = with_positive_scale(query, self.options["scale"])
         self._check_cache(key, cache)
-        return self._decoder(query, key, value).step(query, key, value, cache, sinks)
+        return self._decoder(query, key, value, rewind).step(query, key, value, cache, sinks)
 
     def _check_cache(self, key: Array, cache: Cache) -> None:
         batch, cached = key.shape[:-3], cache.keys[0].shape[:-3]
         if batch != cached:
             raise ValueError(f"the inputs have the batch {batch}, and the cache {cached}: call init_cache with {batch}")
 
-    def _decoder(self, query: Array, key: Array, value: Array) -> Decoder:
+    def _decoder(self, query: Array, key: Array, value: Array, rewind: int) -> Decoder:
         placement = find_placement(query, key, value, *self._mesh)
         soft_cap, precision = self.options["logits_soft_cap"], self.options["precision"]
         _, scale = with_positive_scale(query, self.options["scale"])
         weighting = Weighting(scale, soft_cap, precision=precision)
-        return make_decoder(self.pattern, self.num_kv_heads, weighting, placement)
+        return make_decoder(self.pattern, self.num_kv_heads, weighting, placement, rewind)
 
 
 def _read_head_dim(num_heads: Any, head_dim: Any, qkv_features: Any, in_features: int) -> int:
@@ -339,14 +365,19 @@ def check_inputs(name: str, inputs: Any, in_features: int | None = None) -> None
         )
 
 
-def read_steps(prefill: Any, decode: Any) -> tuple[bool, bool]:
+def read_steps(prefill: Any, decode: Any, lengths: Any) -> tuple[bool, bool]:
     """Returns whether a call fills a cache, and whether it decodes.
 
     Raises:
-      ValueError: if it fills one and does not decode.
-      TypeError: for anything but truth values.
+      ValueError: if it fills one and does not decode, or `lengths` of prompts are given and it fills none.
+      TypeError: for anything but truth values, and lengths that are no integers.
     """
     prefill, decode = read_flag("prefill", prefill), read_flag("decode", decode)
+    if lengths is not None and not prefill:
+        raise ValueError("lengths is given, but prefill=False takes tokens that are all there: leave it out")
+    dtype = getattr(lengths, "dtype", type(lengths).__name__)
+    if lengths is not None and not (hasattr(lengths, "dtype") and jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"lengths is of {dtype}: pass an array of integers, one for each prompt")
     if prefill and not decode:
         raise ValueError("prefill=True, but decode=False leaves the cache as it is: make decode True")
     return prefill, decode

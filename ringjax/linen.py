@@ -74,6 +74,8 @@ class RingDilatedAttention(_Options):
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
       decode: whether calls continue the sequence in the cache.
+      per_sequence: whether each sequence in the cache has a length of its own.
+      rewind: how many tokens can always be taken back from the cache.
       force_fp32_for_softmax: as Flax's module has it: the softmax is in float32 at least, whatever is said here.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
@@ -113,6 +115,8 @@ class RingDilatedAttention(_Options):
     sinks: bool = False
     deterministic: bool | None = None
     decode: bool = False
+    per_sequence: bool = False
+    rewind: int = 0
     force_fp32_for_softmax: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -170,6 +174,7 @@ class RingDilatedAttention(_Options):
         dropout_rng: Any = None,
         sow_weights: bool = False,
         prefill: bool = False,
+        lengths: Any = None,
     ) -> Float[Array, "*B T E"]:
         """Attends; the arguments are those of :class:`ringjax.RingDilatedAttention`, but for `decode` and `rngs`.
 
@@ -177,7 +182,7 @@ class RingDilatedAttention(_Options):
         draws from instead of the stream "dropout".
         """
         check_flax_arguments(mask, sow_weights)
-        prefill, _ = read_steps(prefill, self.decode)
+        prefill, _ = read_steps(prefill, self.decode, lengths)
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")
@@ -212,7 +217,7 @@ class RingDilatedAttention(_Options):
         seed = self._dropout_seed(deterministic, dropout_rng)
         if self.decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
-            attended = self._decode(settings, *heads, sinks, prefill=prefill, positions=embedded)
+            attended = self._decode(settings, *heads, sinks, prefill=prefill, positions=embedded, lengths=lengths)
         else:
             attended = settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
         if self.inner_norm is not None:
@@ -249,15 +254,18 @@ class RingDilatedAttention(_Options):
         sinks: Array | None,
         prefill: bool,
         positions: Positions,
+        lengths: Any,
     ) -> Array:
         if not self.has_variable("cache", Cache.VARIABLES[0]):
             *batch, length, _, _ = key.shape
-            for name, rows in zip(Cache.VARIABLES, settings.make_cache(tuple(batch), length, key.dtype), strict=True):
+            sizes = {"per_sequence": self.per_sequence, "rewind": self.rewind}
+            cache = settings.make_cache(tuple(batch), length, key.dtype, **sizes)
+            for name, rows in zip(Cache.VARIABLES, cache, strict=True):
                 self.put_variable("cache", name, rows)
             return settings.attend(query, key, value, sinks=sinks, positions=positions)
-        run = settings.prefill if prefill else settings.step
+        run = functools.partial(settings.prefill, lengths=lengths) if prefill else settings.step
         cache = Cache(*(self.get_variable("cache", name) for name in Cache.VARIABLES))
-        out, cache = run(query, key, value, cache, sinks, positions)
+        out, cache = run(query, key, value, cache, sinks, positions, self.rewind)
         for name, rows in zip(Cache.VARIABLES, cache, strict=True):
             self.put_variable("cache", name, rows)
         return out

@@ -163,8 +163,10 @@ class RingDilatedAttention(nnx.Module):
         self.decode = decode
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
+        self.cached_token: nnx.Cache[Any] | None = nnx.data(None)
         self.cache_index: nnx.Cache[Any] | None = nnx.data(None)
         self.cache_length: nnx.Cache[Any] | None = nnx.data(None)
+        self.rewind = 0
         if decode:
             settings.check_causal()
         linear = functools.partial(
@@ -244,6 +246,7 @@ class RingDilatedAttention(nnx.Module):
         sow_weights: bool = False,
         decode: bool | None = None,
         prefill: bool = False,
+        lengths: Any = None,
     ) -> Float[Array, "*B T E"]:
         """Attends.
 
@@ -265,6 +268,8 @@ class RingDilatedAttention(nnx.Module):
           decode: whether to continue the sequence in the cache, instead of what the module says.
           prefill: in decoding, whether the inputs are a sequence from its beginning, sharded along the mesh axis: it is
             computed as in training, and the cache is filled. Other calls take tokens that are not sharded.
+          lengths: in `prefill`, integers [...], the tokens of each prompt, behind which there is padding, which is not
+            cached. The cache must be one of ``init_cache(..., per_sequence=True)``.
 
         Returns:
           [..., T, out_features], sharded like `inputs_q`. In decoding, NaN beyond the length of the cache.
@@ -274,7 +279,7 @@ class RingDilatedAttention(nnx.Module):
             for arguments that mean nothing in decoding, or for `prefill` without it.
         """
         check_flax_arguments(mask, sow_weights)
-        prefill, decode = read_steps(prefill, self.decode if decode is None else decode)
+        prefill, decode = read_steps(prefill, self.decode if decode is None else decode, lengths)
         is_self_attention = inputs_k is None and inputs_v is None
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
@@ -287,7 +292,7 @@ class RingDilatedAttention(nnx.Module):
         seed = self._dropout_seed(deterministic, rngs)
         if decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
-            attended = self._decode(*heads, sinks=sinks, prefill=prefill, positions=embedded)
+            attended = self._decode(*heads, sinks=sinks, prefill=prefill, positions=embedded, lengths=lengths)
         else:
             attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
         attended = normalize_inner(attended, self.inner_norm)
@@ -323,12 +328,20 @@ class RingDilatedAttention(nnx.Module):
             raise TypeError(f"rngs={rngs!r} must be random streams with dropout, such as nnx.Rngs(dropout=0)")
         return rngs.dropout()
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Any = jnp.float32, *, spec: Any = None) -> None:
-        """Makes the cache of a sequence that is to be continued: with `decode`, calls then take its next tokens.
+    def init_cache(
+        self,
+        input_shape: Sequence[int],
+        dtype: Any = jnp.float32,
+        *,
+        spec: Any = None,
+        per_sequence: bool = False,
+        rewind: int = 0,
+    ) -> None:
+        """Makes the cache of sequences that are to be continued: with `decode`, calls then take their next tokens.
 
         For each branch and head it holds the kept rows of one segment, or the last rows of a window, however long the
-        sequence is. On a mesh with the sequence axis these rows are sharded along it. To take tokens back, restore the
-        state of :class:`flax.nnx.Cache` from before them: setting `cache_index` back leaves their rows in the cache.
+        sequence is. On a mesh with the sequence axis these rows are sharded along it. To take tokens back, subtract
+        their number from `cache_index`. If later tokens have taken rows that are needed then, the output is NaN.
 
         Args:
           input_shape: the shape [..., T, in_features] of inputs with the most tokens that there may be.
@@ -336,12 +349,17 @@ class RingDilatedAttention(nnx.Module):
           spec: how the heads [..., T, N, H] lie on the mesh, such as ``P("data", "seq")`` for batches that are sharded
             along "data"; by default the module's `spec`. A loop that carries the cache may need it, because the type of
             a carry must not change.
+          per_sequence: whether each sequence has a length of its own, `cache_index` [...]; else all have the same.
+          rewind: how many tokens can always be taken back, as speculative decoding does: the cache keeps so many more
+            rows of a window, and the kept ones of so many tokens more of segments.
 
         Raises:
           ValueError: if the attention is not causal, the shape is no such shape, or heads cannot lie as `spec` says.
           TypeError: if the dtype is no floating one, or `spec` no spec.
         """
-        cache = self.settings.make_cache(*read_shape(input_shape, self.in_features), dtype, spec)
+        shape = read_shape(input_shape, self.in_features)
+        cache = self.settings.make_cache(*shape, dtype, spec, per_sequence=per_sequence, rewind=rewind)
+        self.rewind = int(rewind)
         for name, value in zip(Cache.VARIABLES, cache, strict=True):
             setattr(self, name, nnx.Cache(value))
 
@@ -369,14 +387,22 @@ class RingDilatedAttention(nnx.Module):
             self.init_cache((*batch, max_length, self.in_features))
 
     def _decode(
-        self, query: Array, key: Array, value: Array, sinks: Array | None, prefill: bool, positions: Positions
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        sinks: Array | None,
+        prefill: bool,
+        positions: Positions,
+        lengths: Any,
     ) -> Array:
         variables = [getattr(self, name) for name in Cache.VARIABLES]
         if None in variables:
             raise ValueError("decode=True, but there is no cache: call init_cache first")
         cache = Cache(*(variable.get_value() for variable in variables))
-        run = self.settings.prefill if prefill else self.settings.step
-        out, cache = run(query, key, value, cache, sinks, positions)
+        settings = self.settings
+        run = functools.partial(settings.prefill, lengths=lengths) if prefill else settings.step
+        out, cache = run(query, key, value, cache, sinks, positions, self.rewind)
         for variable, rows in zip(variables, cache, strict=True):
             variable.set_value(rows)
         return out

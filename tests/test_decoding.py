@@ -324,3 +324,122 @@ def test_a_full_cache():
 def test_what_means_nothing_in_decoding_is_refused(arguments, options, words):
     with pytest.raises(ValueError, match=words):
         make(**arguments, decode=True)(inputs()[:, :1], **options)
+
+
+# Sequences of several lengths, and tokens that are taken back.
+
+RAGGED = {
+    "windows and segments": {"pattern": (ringjax.Window(5), ringjax.Segments(12), ringjax.Segments(24, 2))},
+    "union": {"pattern": (ringjax.Window(3, 4), ringjax.Segments(20, 3)), "merge": "union"},
+    "grouped": {"pattern": (ringjax.Window(4), ringjax.Segments(9)), "heads": "grouped"},
+}
+
+
+def of_each(array, starts, count):
+    """The next tokens of each sequence, from its own place on."""
+    return jnp.stack([row[start : start + count] for row, start in zip(array, starts, strict=True)])
+
+
+@pytest.mark.quick("windows and segments-auto")
+@pytest.mark.parametrize("mesh", ["none", "auto", "explicit"])
+@pytest.mark.parametrize("pattern", RAGGED)
+def test_sequences_of_several_lengths(pattern, mesh):
+    """Prompts with padding behind them, then steps of each from its own place, in one program for all lengths."""
+    module = make(**RAGGED[pattern])
+    expected = call(module, inputs())
+    stack, shard = enter(MESHES[mesh])
+    with stack:
+        module.init_cache((BATCH, LENGTH, WIDTH), per_sequence=True)
+        for begun in ([5, 16], [11, 0]):
+            lengths = np.array(begun, np.int32)
+            is_prompt = np.arange(PROMPT) < lengths[:, None]
+            prompt = jnp.where(is_prompt[..., None], inputs()[:, :PROMPT], 7.0)
+            out = call(module, shard(prompt), decode=True, prefill=True, lengths=lengths)
+            bias = module.out.bias.get_value()
+            np.testing.assert_allclose(out, jnp.where(is_prompt[..., None], expected[:, :PROMPT], bias), atol=1e-5)
+            for count in (1, 5, 1):
+                out = call(module, of_each(inputs(), lengths, count), decode=True)
+                np.testing.assert_allclose(out, of_each(expected, lengths, count), rtol=0, atol=1e-5)
+                lengths += count
+                np.testing.assert_array_equal(module.cache_index.get_value(), lengths)
+
+
+@pytest.mark.quick("False-none")
+@pytest.mark.parametrize("mesh", ["none", "auto"])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_tokens_that_are_taken_back(per_sequence, mesh):
+    """So many as was said are exact; one more is NaN where its rows are lost."""
+    module = make(pattern=(ringjax.Window(5), ringjax.Segments(8), ringjax.Segments(10, 2)))
+    long = inputs(64)
+    expected = call(module, long)
+    stack, _ = enter(MESHES[mesh])
+    with stack:
+        module.init_cache((BATCH, 64, WIDTH), per_sequence=per_sequence, rewind=17)
+        call(module, long[:, :40], decode=True)
+        length = 40
+        for back in (1, 4, 17):
+            call(module, -long[:, :back], decode=True)  # tokens that turn out to be wrong
+            module.cache_index.set_value(module.cache_index.get_value() - back)
+            out = call(module, long[:, length : length + 2], decode=True)
+            np.testing.assert_allclose(out, expected[:, length : length + 2], rtol=0, atol=1e-5)
+            length += 2
+        call(module, -long[:, :18], decode=True)
+        module.cache_index.set_value(module.cache_index.get_value() - 18)
+        assert np.isnan(call(module, long[:, length : length + 1], decode=True)).all()
+
+
+@pytest.mark.parametrize("pattern", [(ringjax.Window(6),), (ringjax.Segments(8),), (ringjax.Segments(9, 3),)], ids=str)
+def test_an_index_that_is_set_back_is_never_silently_wrong(pattern):
+    """To any token, from any, without rows kept for it: what comes is right, or NaN, and right at a segment's start."""
+    module = make(pattern=pattern)
+    expected = call(module, inputs())
+    right = 0
+    for end, back in [(9, 1), (9, 4), (16, 3), (16, 8), (16, 11), (29, 2), (29, 5), (29, 11), (29, 20)]:
+        module.init_cache((BATCH, LENGTH, WIDTH))
+        call(module, inputs()[:, :end], decode=True)
+        module.cache_index.set_value(jnp.int32(end - back))
+        out = call(module, inputs()[:, end - back : end - back + 1], decode=True)
+        is_right = np.isclose(out, expected[:, end - back : end - back + 1], rtol=0, atol=1e-5)
+        assert (is_right | np.isnan(out)).all()
+        right += is_right.all()
+    assert 0 < right < 9
+
+
+def test_linen_caches_of_several_lengths():
+    arguments = {**RAGGED["windows and segments"], "is_causal": True, "num_kv_heads": 2, "rope_theta": 100.0}
+    module = ringjax.linen.RingDilatedAttention(4, **arguments, decode=True, per_sequence=True, rewind=2)
+    variables = module.init(jax.random.key(0), inputs())
+    expected = ringjax.linen.RingDilatedAttention(4, **arguments).apply({"params": variables["params"]}, inputs())
+    lengths = np.array([5, 16], np.int32)
+    out, changed = module.apply(variables, inputs()[:, :PROMPT], prefill=True, lengths=lengths, mutable=["cache"])
+    np.testing.assert_allclose(out[1], expected[1, :PROMPT], rtol=0, atol=1e-5)
+    next_tokens = of_each(inputs(), lengths, 3)
+    out, _ = module.apply({**variables, **changed}, next_tokens, mutable=["cache"])
+    np.testing.assert_allclose(out, of_each(expected, lengths, 3), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "error", "words"),
+    [
+        ({}, {"prefill": True, "lengths": np.array([1, 2])}, ValueError, "to a cache of init_cache"),
+        (
+            {"per_sequence": True},
+            {"prefill": True, "lengths": np.array([1])},
+            ValueError,
+            r"lengths has the shape \(1,\)",
+        ),
+        ({"per_sequence": True}, {"lengths": np.array([1, 2])}, ValueError, "lengths is given, but prefill=False"),
+        ({"per_sequence": True}, {"prefill": True, "lengths": [1, 2]}, TypeError, "lengths is of list"),
+        ({"rewind": -1}, {}, ValueError, "rewind=-1 must be the number of tokens"),
+        ({"per_sequence": 1}, {}, TypeError, "per_sequence=1 must be True or False"),
+    ],
+)
+def test_wrong_lengths(sizes, arguments, error, words):
+    module = make(decode=True)
+
+    def run():
+        module.init_cache((BATCH, LENGTH, WIDTH), **sizes)
+        module(inputs()[:, :4], **arguments)
+
+    with pytest.raises(error, match=words):
+        run()

@@ -4,7 +4,7 @@ Where the mesh has a sequence axis, the rows of each cache are sharded along it.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,17 @@ from ringjax._pattern.pattern import DilatedPattern
 class Cache(NamedTuple):
     """The cached rows of each branch, the number of tokens so far, and the most that there may be.
 
-    `VARIABLES` are what modules call these.
+    `tokens` has one more than the token in each row, and 0 where there is none: so a length that is set back shows
+    which rows later tokens have taken. The length is that of each sequence, or of all. `VARIABLES` are what modules
+    call these.
     """
 
-    VARIABLES = "cached_key", "cached_value", "cache_index", "cache_length"
+    VARIABLES = "cached_key", "cached_value", "cached_token", "cache_index", "cache_length"
 
     keys: tuple[Float[Array, "*B R K H"], ...]
     values: tuple[Float[Array, "*B R K V"], ...]
-    length: Int[Array, ""]
+    tokens: tuple[Int[Array, "*B R K 1"], ...]
+    length: Int[Array, "*#B"]
     max_length: Int[Array, ""]
 
 
@@ -51,9 +54,9 @@ def read_shape(input_shape: Sequence[int], in_features: int) -> tuple[tuple[int,
     return shape[:-2], shape[-2]
 
 
-def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1) -> list[int]:
+def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1, rewind: int = 0) -> list[int]:
     """Returns the number of rows that each branch caches, in equal shards."""
-    rows = (branch.num_cached(max_length) for branch in pattern.branches)
+    rows = (branch.num_cached(max_length, rewind) for branch in pattern.branches)
     return [-(-count // num_shards) * num_shards for count in rows]
 
 
@@ -64,8 +67,13 @@ def make_cache(
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
     spec: PartitionSpec | None = None,
+    *,
+    per_sequence: bool = False,
+    rewind: int = 0,
 ) -> Cache:
     """Returns the cache of no tokens, for as many as all queries [*batch, T, N, H], which lie on a mesh as `spec` says.
+
+    It counts the tokens of each sequence, or of all, and so many of them can be taken back.
 
     Raises:
       ValueError: if they cannot.
@@ -81,10 +89,12 @@ def make_cache(
         check_spec(spec, queries, num_kv_heads, mesh, axis_name, "queries")
     *batch, max_length, _, width = queries.shape
 
-    def zeros() -> tuple[Array, ...]:
+    def zeros(width: int, dtype: Any) -> tuple[Array, ...]:
         heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
-        rows = num_rows(pattern, max_length, num_shards)
+        rows = num_rows(pattern, max_length, num_shards, rewind)
         shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
-        return tuple(sharded_zeros(shape, queries.dtype, mesh, rows_axis, spec) for shape in shapes)
+        return tuple(sharded_zeros(shape, dtype, mesh, rows_axis, spec) for shape in shapes)
 
-    return Cache(zeros(), zeros(), jnp.int32(0), jnp.int32(max_length))
+    of_heads = zeros(width, queries.dtype), zeros(width, queries.dtype)
+    length = jnp.zeros(tuple(batch) if per_sequence else (), jnp.int32)
+    return Cache(*of_heads, zeros(1, jnp.int32), length, jnp.int32(max_length))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ringjax._decoding.cache import Cache
 from ringjax._kernels.softmax import Weighting, accumulation_dtype, divisor_of, merge, shift_of
@@ -32,9 +32,9 @@ class DecodedBranch(NamedTuple):
     earlier: list[tuple[Branch, Int[Array, "K 1"]]]
 
     def attends(
-        self, query: Int[Array, "*B c"], key: Int[Array, "*B k R"], is_key: Bool[Array, "*B k R"]
-    ) -> Bool[Array, "*B #K c R"]:
-        """Returns which queries attend to which keys, given the tokens of both; k is K or 1."""
+        self, query: Int[Array, "*#B c"], key: Int[Array, "*#B #K R"], is_key: Bool[Array, "*#B #K R"]
+    ) -> Bool[Array, "*#B #K c R"]:
+        """Returns which queries attend to which keys, given the tokens of both."""
         query, key = query[..., None, :, None], key[..., :, None, :]  # [*B, 1, c, 1], [*B, k, 1, R]
         attends = _holds(self.branch, query, key, self.offset)
         for branch, offset in self.earlier:
@@ -42,15 +42,18 @@ class DecodedBranch(NamedTuple):
         return attends & is_key[..., None, :]
 
 
-def _holds(branch: Branch, query: Array, key: Array, offset: Int[Array, "K 1"]) -> Bool[Array, "*B #K c R"]:
+def _holds(branch: Branch, query: Array, key: Array, offset: Int[Array, "K 1"]) -> Bool[Array, "*#B #K c R"]:
     # With a rate of one all heads have the offset zero: one mask serves all.
     return branch.holds(query, key, (offset if branch.offset_rate > 1 else offset[:1])[..., None], is_causal=True)
 
 
-def make_decoder(pattern: DilatedPattern, num_kv_heads: int, weighting: Weighting, placement: Placement) -> "Decoder":
+def make_decoder(
+    pattern: DilatedPattern, num_kv_heads: int, weighting: Weighting, placement: Placement, rewind: int = 0
+) -> "Decoder":
     """Returns what decodes; heads that their mesh axes do not cut alike are computed by all devices."""
     is_cut = pattern.heads == "all" and placement.heads == placement.kv_heads
-    return Decoder(pattern, num_kv_heads, weighting, placement if is_cut else placement._replace(heads=(), kv_heads=()))
+    placement = placement if is_cut else placement._replace(heads=(), kv_heads=())
+    return Decoder(pattern, num_kv_heads, weighting, placement, rewind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,34 +64,56 @@ class Decoder:
     num_kv_heads: int
     weighting: Weighting
     placement: Placement
+    rewind: int = 0  # how many tokens can be taken back
 
     @functools.partial(jax.jit, static_argnums=0)
-    def prefill(self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K V"], cache: Cache) -> Cache:
-        """Returns the cache after the first T tokens, which lie on the mesh as the placement says."""
+    def prefill(
+        self,
+        key: Float[Array, "*B T K H"],
+        value: Float[Array, "*B T K V"],
+        cache: Cache,
+        lengths: Int[Array, "*#B"] | None = None,
+    ) -> Cache:
+        """Returns the cache after the first tokens, which lie on the mesh as the placement says: all, or `lengths`."""
         placement = self.placement
-        length = placement.length(key)
+        length = jnp.full_like(cache.length, placement.length(key)) if lengths is None else lengths
 
-        def fill(key: Array, value: Array, *caches: Array) -> tuple[Array, ...]:
-            keys, values = _halves(caches)
+        def fill(key: Array, value: Array, length: Array, *caches: Array) -> tuple[Array, ...]:
+            keys, values, tokens = _thirds(caches)
             filled: list[Array] = []
-            for tokens, rows_of_branches in ((key, keys), (value, values)):
+            for given, rows_of_branches in ((key, keys), (value, values)):
                 for branch, rows in zip(self.branches(), rows_of_branches, strict=True):
-                    filled.append(self._fill(branch, tokens, rows, length, filled[-1:]))
+                    filled.append(self._fill(branch, given, rows, length, filled[-1:]))
+            for branch, rows in zip(self.branches(), tokens, strict=True):
+                token, is_row = self._tokens_of_rows(branch, rows.shape[-3], length)
+                filled.append(jnp.broadcast_to(_by_rows(jnp.where(is_row, token + 1, 0)), rows.shape) + 0 * rows)
             return tuple(filled)
 
-        caches = *cache.keys, *cache.values
+        caches = *cache.keys, *cache.values, *cache.tokens
         kinds = "k" * len(caches)
-        mapped = placement.map(fill, inputs="kk" + kinds, outputs=kinds)
-        filled = mapped(*(placement.lay_out(array, "k") for array in (key, value, *caches)))
-        return Cache(*_halves(filled), jnp.int32(length), cache.max_length)
+        bounds, kind = self._bounds(length)
+        mapped = placement.map(fill, inputs="kk" + kind + kinds, outputs=kinds)
+        laid_out = [placement.lay_out(array, "k") for array in (key, value, *caches)]
+        filled = mapped(*laid_out[:2], bounds, *laid_out[2:])
+        return Cache(*_thirds(filled), jnp.asarray(length, jnp.int32), cache.max_length)
 
-    def _fill(self, branch: DecodedBranch, tokens: Array, rows: Array, length: int, sent: list[Array]) -> Array:
+    def _bounds(self, length: Array) -> tuple[Array, str]:
+        """Returns lengths as [*B, 1], or as [1] for all sequences, and how they lie on the mesh."""
+        kind = "D" if length.ndim else "r"
+        return self.placement.reshard(length[..., None], kind), kind
+
+    def _tokens_of_rows(self, branch: DecodedBranch, rows: int, length: Array) -> tuple[Array, Array]:
+        """Returns the token of each of the shard's rows after `length` tokens, [*B, K, R], and whether it has one."""
+        row = self.shard * rows + jnp.arange(rows, dtype=jnp.int32)
+        return branch.branch.cached(row, length[..., None] - 1, branch.offset, self.rewind)
+
+    def _fill(self, branch: DecodedBranch, tokens: Array, rows: Array, length: Array, sent: list[Array]) -> Array:
         axis_name, num_shards, shard = self.placement.axis_name, self.placement.num_shards, self.shard
         tokens = tokens[..., branch.heads, :]
         dtype = rows.dtype
 
         def take(row: Array) -> Array:
-            token, is_row = branch.branch.cached(row, length - 1, branch.offset)
+            token, is_row = branch.branch.cached(row, length[..., None] - 1, branch.offset, self.rewind)
             local = token - shard * tokens.shape[-3]
             is_here = is_row & (local >= 0) & (local < tokens.shape[-3])
             return _take(tokens, jnp.where(is_here, local, 0), is_here).astype(dtype)
@@ -124,11 +149,13 @@ class Decoder:
         count = query.shape[-3]
         if not count:
             raise ValueError(f"the inputs have the shape [..., {count}, features]: decode one token at least")
-        if not isinstance(cache.length, Tracer) and int(cache.length) + count > int(cache.max_length):
-            raise ValueError(
-                f"the cache holds {int(cache.length)} tokens of at most {int(cache.max_length)}, and {count} come: "
-                "call init_cache with a larger length"
-            )
+        if not isinstance(cache.length, Tracer):
+            longest = int(jnp.max(cache.length))
+            if longest + count > int(cache.max_length):
+                raise ValueError(
+                    f"the cache holds {longest} tokens of at most {int(cache.max_length)}, and {count} come: "
+                    "call init_cache with a larger length"
+                )
         return self._step(query, key, value, cache, read_sinks(sinks, query))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -136,19 +163,21 @@ class Decoder:
         placement = self.placement
 
         def attend(query: Array, key: Array, value: Array, length: Array, *caches: Array) -> tuple[Array, ...]:
-            return self._attend(query, key, value, length, *_halves(caches))
+            return self._attend(query, key, value, length, *_thirds(caches))
 
-        caches = *cache.keys, *cache.values
+        caches = *cache.keys, *cache.values, *cache.tokens
         kinds = "k" * len(caches)
         laid_out = [placement.lay_out(array, "k") for array in caches]
         arrays = [placement.reshard(array, kind) for array, kind in zip((query, key, value), "QKK", strict=True)]
-        mapped = placement.map(attend, inputs="QKKr" + kinds, outputs="QQ" + kinds)
-        out, lse, *caches = mapped(*arrays, cache.length, *laid_out)
+        bounds, kind = self._bounds(cache.length)
+        mapped = placement.map(attend, inputs="QKK" + kind + kinds, outputs="QQ" + kinds)
+        out, lse, *caches = mapped(*arrays, bounds, *laid_out)
         if sinks is not None:
             out, _ = add_sinks(out, lse, sinks)
         length = cache.length + query.shape[-3]
-        out = jnp.where(length <= cache.max_length, out.astype(query.dtype), jnp.nan)
-        return out, Cache(*_halves(caches), length, cache.max_length)
+        is_within = (length <= cache.max_length)[..., None, None, None]
+        out = jnp.where(is_within, out.astype(query.dtype), jnp.nan)
+        return out, Cache(*_thirds(caches), length, cache.max_length)
 
     def branches(self) -> Iterator[DecodedBranch]:
         """Gives the branches on this shard."""
@@ -175,28 +204,31 @@ class Decoder:
         return 0 if self.placement.axis_name is None else jax.lax.axis_index(self.placement.axis_name)
 
     def _attend(
-        self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any
+        self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any, tokens: Any
     ) -> tuple[Array, ...]:
         count, num_heads = key.shape[-3:-1]
         groups = query.shape[-2] // num_heads
         grouped = query.reshape(*query.shape[:-2], num_heads, groups, query.shape[-1])  # [*B, c, K, G, H]
-        token = length + jnp.arange(count, dtype=jnp.int32)
-        cached, new, new_keys, new_values = [], [], [], []
-        for branch, cached_key, cached_value in zip(self.branches(), keys, values, strict=True):
-            rows = cached_key.shape[-3]
-            row = self.shard * rows + jnp.arange(rows, dtype=jnp.int32)
-            own_key, own_value = key[..., branch.heads, :], value[..., branch.heads, :]
-            own_token = jnp.broadcast_to(token, (branch.offset.shape[0], count))
+        token = length + jnp.arange(count, dtype=jnp.int32)  # [*B, c] or [c]
+        cached, new, changed = [], [], []
+        for branch, *rows in zip(self.branches(), keys, values, tokens, strict=True):
+            cached_key, cached_value, cached_count = rows
+            own_key, own_value = (array[..., branch.heads, :] for array in (key, value))
+            own_token = token[..., None, :]
             attend = functools.partial(self.attend_branch, branch, grouped, token)
-            cached.append(attend(cached_key, cached_value, *branch.branch.cached(row, length - 1, branch.offset)))
+            cached_token, is_row = self._tokens_of_rows(branch, cached_key.shape[-3], length)
+            is_there = cached_count[..., 0].swapaxes(-2, -1) == cached_token + 1  # [*B, K, R]
+            is_key, is_lost = is_row & is_there, is_row & ~is_there
+            cached.append(attend(cached_key, cached_value, cached_token, is_key, is_lost))
             new.append(attend(own_key, own_value, own_token, jnp.ones_like(own_token, bool)))
-            new_rows = branch.branch.cached(row, length + count - 1, branch.offset)
-            new_keys.append(_write(new_rows, cached_key, own_key, length))
-            new_values.append(_write(new_rows, cached_value, own_value, length))
+            of_rows = self._tokens_of_rows(branch, cached_key.shape[-3], length + count)
+            counts = jnp.broadcast_to(token[..., None, None] + 1, (*own_key.shape[:-1], 1))  # [*B, c, K, 1]
+            own = own_key, own_value, counts
+            changed.append([_write(of_rows, one, given, length) for one, given in zip(rows, own, strict=True)])
         parts = [self.over_shards(*merge_all(cached)), *new]
         out, lse = merge_all(parts)
         out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])  # [*B, c, N, V]
-        return out, lse, *new_keys, *new_values
+        return out, lse, *(array for of_kind in zip(*changed, strict=True) for array in of_kind)
 
     def attend_branch(
         self,
@@ -207,11 +239,18 @@ class Decoder:
         value: Array,
         key_token: Array,
         is_key: Array,
+        is_lost: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Returns the attention of queries [*B, c, K, G, H] on some rows of a branch, given the tokens of both."""
+        """Returns the attention of queries [*B, c, K, G, H] on some rows of a branch, given the tokens of both.
+
+        It is NaN where a query would see a row that `is_lost`: later tokens have taken its place.
+        """
         attends = branch.attends(token, key_token, is_key)
-        results = _attend_rows(query[..., branch.heads, :, :], key, value, attends, self.weighting)
-        return _of_all_heads(*results, branch.heads, query.shape[-3])
+        out, lse = _attend_rows(query[..., branch.heads, :, :], key, value, attends, self.weighting)
+        if is_lost is not None:
+            lacks = branch.attends(token, key_token, is_lost).any(axis=-1)  # [*B, k, c]
+            out = jnp.where(lacks.swapaxes(-2, -1)[..., None, None], jnp.nan, out)
+        return _of_all_heads(out, lse, branch.heads, query.shape[-3])
 
     def over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
         """Merges what the shards have of the keys."""
@@ -256,19 +295,24 @@ def _of_all_heads(
     return all_out, jnp.full_like(lse, -jnp.inf, shape=shape).at[..., heads, :].set(lse)
 
 
-def _write(new_rows: tuple[Array, Array], rows: Float[Array, "*B R K D"], tokens: Array, index: Array) -> Array:
-    """Returns the rows of the cache after tokens [*B, c, K, D] number `index` and following."""
-    token, is_row = new_rows
-    source = token - index
+def _write(of_rows: tuple[Array, Array], rows: Shaped[Array, "*B R K D"], tokens: Array, length: Array) -> Array:
+    """Returns the rows of the cache after tokens [*B, c, K, D] number `length` and following."""
+    token, is_row = of_rows
+    source = token - length[..., None]
     is_new = is_row & (source >= 0)
     new = _take(tokens, jnp.where(is_new, source, 0), is_new)
-    return jnp.where(is_new.T[..., None], new.astype(rows.dtype), rows)
+    return jnp.where(_by_rows(is_new), new.astype(rows.dtype), rows)
 
 
-def _take(tokens: Float[Array, "*B n K D"], index: Int[Array, "K R"], is_row: Bool[Array, "K R"]) -> Array:
-    index = index.T.reshape((1,) * (tokens.ndim - 3) + (*index.T.shape, 1))
+def _take(tokens: Shaped[Array, "*B n K D"], index: Int[Array, "*b K R"], is_row: Bool[Array, "*b K R"]) -> Array:
+    index = _by_rows(index)
+    index = index.reshape((1,) * (tokens.ndim - index.ndim) + index.shape)
     taken = jnp.take_along_axis(tokens, index, axis=-3, mode="promise_in_bounds")  # [*B, R, K, D]
-    return jnp.where(is_row.T[..., None], taken, 0)
+    return jnp.where(_by_rows(is_row), taken, 0)
+
+
+def _by_rows(array: Shaped[Array, "*b K R"]) -> Shaped[Array, "*b R K 1"]:
+    return array.swapaxes(-2, -1)[..., None]
 
 
 def merge_all(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -276,6 +320,8 @@ def merge_all(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return merge([out for out, _ in parts], [lse for _, lse in parts])
 
 
-def _halves(arrays: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _thirds(arrays: Any) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """Parts the rows of all branches: keys, values, and the tokens that they are of."""
     arrays = tuple(arrays)
-    return arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    count = len(arrays) // 3
+    return arrays[:count], arrays[count : 2 * count], arrays[2 * count :]

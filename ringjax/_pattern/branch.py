@@ -103,13 +103,23 @@ class Branch(abc.ABC):
 
     # The cache of decoding.
 
-    @abc.abstractmethod
-    def num_cached(self, max_length: int) -> int:
-        """Returns the number of rows that the next tokens may still see, of up to `max_length` tokens."""
+    # A cache is a ring of the last kept tokens: the one of rank k is in row k modulo its rows.
 
-    @abc.abstractmethod
-    def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
-        """Returns the token in a row of the cache after token `last`, and whether the row is one."""
+    def ring_rows(self, rewind: int = 0) -> int:
+        """Returns the number of rows that the next tokens may see, also after `rewind` tokens are taken back."""
+        return self.most_kept(min(self.extent, MAX_POSITIONS)) + self.most_kept(rewind)
+
+    def num_cached(self, max_length: int, rewind: int = 0) -> int:
+        """Returns how many of these rows up to `max_length` tokens fill."""
+        return min(self.ring_rows(rewind), self.rank(max_length, 0))
+
+    def cached(self, row: Any, last: Any, offset: Any, rewind: int = 0) -> tuple[Any, Any]:
+        """Returns the token in a row of the cache after token `last`, and whether there is one."""
+        rows = min(self.ring_rows(rewind), MAX_POSITIONS)  # within 32 bits
+        newest = self.rank(last + 1, offset) - 1 + offset * 0  # of each head
+        rank = newest - (newest - row) % rows
+        is_row = (rank >= 0) & (row < rows)
+        return self.token(rank * is_row, offset), is_row
 
     @abc.abstractmethod
     def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
@@ -211,16 +221,6 @@ class Segments(Branch):
         # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
         return segments * self._kept_of_all(0) + (rest if rest < 2 else (rest - 2) // self.rate + 2)
 
-    def num_cached(self, max_length: int) -> int:
-        return -(-min(self.length, max_length) // self.rate)
-
-    # What a head keeps of the segment that the last token is in: token number `offset + i * rate` is always in row i.
-    # Rows of a former segment are told by their number: they would be tokens that are still to come.
-    def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
-        is_row = row < self._kept_of_all(offset)
-        token = last // self.length * self.length + offset + is_row * row * self.rate  # within 32 bits
-        return token, is_row & (token <= last) & (last >= 0)
-
     def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
         segments = 1 if count == 1 else (count - 2) // self.length + 2
         most = min(segments * self._kept_of_all(0), self.most_kept(length))
@@ -321,15 +321,6 @@ class Window(Branch):
 
     def most_kept(self, tokens: int) -> int:
         return tokens
-
-    def num_cached(self, max_length: int) -> int:
-        return min(self.extent, max_length)
-
-    # A ring of the last `extent` tokens: token t is in row t % extent.
-    def cached(self, row: Any, last: Any, offset: Any) -> tuple[Any, Any]:
-        extent = min(self.extent, MAX_POSITIONS)  # within 32 bits: all tokens have rows of their own
-        token = offset * 0 + last - (last - row) % extent  # the same for all heads
-        return token, (row < extent) & (token >= 0)
 
     def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
         if min(self.extent, count * self.size) >= length:
