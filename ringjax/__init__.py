@@ -50,7 +50,7 @@ __all__ = [
 ]
 __version__ = _find_version()
 DilatedPattern.plot = _plot_pattern
-# Tracebacks, reprs and pickles name what is public by the path that users know.
+# Tracebacks, reprs and pickles show public names by the path that users know.
 for _name in {*__all__} & {*globals()}:
     if callable(globals()[_name]):
         globals()[_name].__module__ = __name__
@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
-# The modules alone need Flax: they are imported when they are first asked for.
+# Only the modules need Flax: they are imported on first access.
 def __getattr__(name: str) -> _Any:
     if name not in ("RingDilatedAttention", "linen", "nn"):
         raise AttributeError(f"module 'ringjax' has no attribute {name!r}")

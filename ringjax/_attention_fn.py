@@ -1,4 +1,4 @@
-"""The attention function for the slots of Flax's own modules, which refuses what it cannot honour."""
+"""The attention function for Flax's own modules; it refuses arguments that it cannot honor."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from ringjax._pattern.pattern import DilatedPattern
 def attention_fn(**options: Unpack[FactoryOptions]) -> Callable[..., Array]:
     """Returns a function that `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as `attention_fn`.
 
-    Dropout is what Flax's module says; under its default ``broadcast_dropout=True`` all batches and heads drop the
-    same weights. Calls may say `is_causal` too.
+    Flax's module sets the dropout; with its default ``broadcast_dropout=True`` all batches and heads drop the same
+    weights. Calls may also set `is_causal`.
 
     Args:
       **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
-      A function of query [..., T, N, H], key [..., S, K, H] and value [..., S, K, V] that returns [..., T, N, V]. A
-      mask, a bias, and whatever else it cannot honour is a ValueError when it is called, never ignored.
+      A function of query [..., T, N, H], key [..., S, K, H] and value [..., S, K, V] that returns [..., T, N, V]. It
+      raises a ValueError if it is called with a mask, a bias, or anything else that it cannot honor.
 
     Raises:
-      TypeError: for an option that there is not, or of another type.
+      TypeError: for an unknown option, or one of another type.
       ValueError: for a wrong pattern, see :class:`DilatedPattern`, and a wrong option.
 
     Example:
@@ -46,13 +46,13 @@ def attention_fn(**options: Unpack[FactoryOptions]) -> Callable[..., Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Attend:
-    """What `attention_fn` returns: equal ones of the same options, so that Flax traces their modules once."""
+    """What `attention_fn` returns: instances with equal options are equal, so that Flax traces their modules once."""
 
     pattern: DilatedPattern
     is_always_causal: bool
     options: dict[str, Any]
 
-    # Flax's linen module passes those keywords alone that the signature names, and none of them may get lost.
+    # Flax's linen module passes only the keywords that this signature names, and none of its keywords may get lost.
     def __call__(
         self,
         query: Array,
@@ -73,7 +73,7 @@ class _Attend:
         attn_weights_value_einsum: Any = None,
     ) -> Array:
         """Computes attention as Flax's modules ask for it."""
-        del force_fp32_for_softmax  # it is never less
+        del force_fp32_for_softmax  # the softmax is always in float32 at least
         refused = {
             "bias": (bias, "it would have to travel with every pair"),
             "mask": (
@@ -109,7 +109,7 @@ class _Attend:
 
     @property
     def _identity(self) -> Any:
-        """What tells it from others: its options, or itself where these are arrays."""
+        """What `==` and `hash` use: the options, or the object itself if they cannot be hashed, like arrays."""
         identity = self.pattern, self.is_always_causal, tuple(sorted(self.options.items()))
         try:
             hash(identity)

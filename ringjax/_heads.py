@@ -30,7 +30,7 @@ from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.promotion import own_promotion
 from ringjax._pattern.rotary import check_positions, read_frequencies, rotary_embedding
 
-# Of heads [..., T, N, H] at positions, [T] by default, and whether they are keys: what takes their place.
+# Takes heads [..., T, N, H], their positions, [T] by default, and whether they are keys; returns heads.
 PositionEmbedding = Callable[[Array, Array, bool], Array]
 Positions = tuple[Array | None, Array | None]  # of queries and of keys
 Rope = tuple[tuple[float, ...], float]  # the frequencies of a rotary embedding, and its factor
@@ -38,9 +38,9 @@ Rope = tuple[tuple[float, ...], float]  # the frequencies of a rotary embedding,
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The attention of a module, all but its parameters; see :class:`ringjax.RingDilatedAttention`.
+    """The attention of a module, except its parameters; see :class:`ringjax.RingDilatedAttention`.
 
-    The `options` are those of its calls beside the pattern.
+    `options` has the options of its calls, except those of the pattern.
 
     Raises:
       ValueError: if the numbers do not divide, or the rotary embedding has no pairs to rotate.
@@ -68,7 +68,7 @@ class Settings:
         rope: Any,
         position_embedding: Any,
     ) -> "Settings":
-        """Returns the settings of a module with these options, for inputs of so many features."""
+        """Returns the settings of a module with these options, for inputs of width `in_features`."""
         pattern, asked = read_checked(ModuleOptions, options, OF_MAKING, "RingDilatedAttention")
         fixed = FrozenDict({name: one for name, one in vars(asked).items() if name not in IN_PATTERN})
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -116,7 +116,7 @@ class Settings:
 
     @property
     def _mesh(self) -> tuple[Any, str, P | None]:
-        """The mesh, the axis of the sequence, and how heads lie."""
+        """The mesh, its sequence axis, and the spec of heads."""
         return self.options["mesh"], self.options["axis_name"], self.options["spec"]
 
     @property
@@ -136,7 +136,7 @@ class Settings:
         sinks: Any = None,
         positions: Positions = (None, None),
     ) -> Float[Array, "*B T N H"]:
-        """Computes attention of projected heads, in which `positions` are embedded: by default the global ones."""
+        """Embeds `positions`, by default the global ones, in projected heads, and computes their attention."""
         of_queries, of_keys = positions
         query, key = self._embed(query, of_queries, query_offset), self._embed(key, of_keys, is_key=True)
         options = dict(self.options)
@@ -158,7 +158,7 @@ class Settings:
     def _embed(
         self, array: Float[Array, "*B T N H"], positions: Array | None, offset: Any = 0, is_key: bool = False
     ) -> Array:
-        """Embeds positions: by default those of all tokens, the first at the offset."""
+        """Embeds positions: by default the global ones, which start at the offset."""
         if self.rope is None and self.position_embedding is None:
             return array
         at = token_positions(array, *self._mesh[:2]) + offset if positions is None else jnp.asarray(positions)
@@ -181,7 +181,7 @@ class Settings:
         per_sequence: Any = False,
         rewind: Any = 0,
     ) -> Cache:
-        """Returns the cache of no tokens, for sequences of `max_length` whose heads lie on the mesh as `spec` says.
+        """Returns an empty cache for sequences of `max_length` tokens, whose heads lie on the mesh as `spec` says.
 
         Raises:
           ValueError: if the attention is not causal, heads cannot lie as the spec says, or `rewind` is negative.
@@ -271,7 +271,7 @@ class Settings:
 
 
 def _read_head_dim(num_heads: Any, head_dim: Any, qkv_features: Any, in_features: int) -> int:
-    """Returns the width of a head, which is said in one of two ways or follows from the inputs."""
+    """Returns the width of a head, given as `head_dim` or by `qkv_features`, or else by the width of the inputs."""
     check_count("num_heads", num_heads)
     if head_dim is not None:
         check_count("head_dim", head_dim)
@@ -305,7 +305,7 @@ def _read_rope(theta: Any, rope: Any, position_embedding: Any, head_dim: int) ->
 def read_positions(positions: Any, key_positions: Any, inputs: tuple[Array, Array], query_offset: Any) -> Positions:
     """Returns the positions to embed in queries and in keys, None for the global ones.
 
-    Without `key_positions`, keys have the `positions` of the queries where both inputs are the same.
+    Without `key_positions`, keys have the `positions` of the queries if both have the same inputs.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -337,7 +337,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 def check_makers(**makers: Any) -> None:
-    """Checks what makes parameters, or a norm: functions and classes, or None for the default.
+    """Checks the makers of parameters or of a norm: functions or classes, or None for the default.
 
     Raises:
       TypeError: naming the argument, its value and the remedy.
@@ -348,7 +348,7 @@ def check_makers(**makers: Any) -> None:
 
 
 def check_inputs(name: str, inputs: Any, in_features: int | None = None) -> None:
-    """Checks that inputs [..., T, D] are arrays, of a width if one is said.
+    """Checks that inputs [..., T, D] are arrays, of width `in_features` if it is given.
 
     Raises:
       TypeError, ValueError: naming the argument and the remedy.
@@ -402,7 +402,7 @@ def check_decoding(document_ids: Any, query_offset: Any, is_self_attention: bool
 
 
 def check_flax_arguments(mask: Any, sow_weights: bool) -> None:
-    """Checks the arguments of calls to Flax's modules that attention in a ring has no place for.
+    """Checks that no argument of Flax's modules is given that attention in a ring cannot serve.
 
     Raises:
       ValueError: naming the argument and the remedy.
@@ -414,7 +414,7 @@ def check_flax_arguments(mask: Any, sow_weights: bool) -> None:
 
 
 def check_sinks(sinks: Any) -> None:
-    """Checks that a module is told whether it has sinks, not which.
+    """Checks that a module is told whether it has sinks, and not given an array of them.
 
     Raises:
       TypeError: for anything but a bool.
@@ -429,14 +429,14 @@ def check_sinks(sinks: Any) -> None:
 def normalize_inner(
     attended: Float[Array, "*B T N H"], norm: Callable[[Array], Array] | None
 ) -> Float[Array, "*B T N H"]:
-    """Returns what a norm makes of all heads of a token together."""
+    """Returns the heads after a norm of all heads of a token together."""
     if norm is None:
         return attended
     return norm(attended.reshape(*attended.shape[:-2], -1)).reshape(attended.shape)
 
 
 def output_sharding(inputs: Array) -> NamedSharding | None:
-    """Returns the sharding of an output that lies as the inputs do, where their mesh has types that ask for it."""
+    """Returns the sharding of an output that is sharded like the inputs, or None if their mesh has no Explicit axis."""
     sharding = jax.typeof(inputs).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None

@@ -1,4 +1,4 @@
-"""The attention weights of a few query rows, for pictures: what no ring keeps, computed for these rows alone.
+"""The attention weights of a few query rows, for pictures; no ring keeps them, so they are computed for these rows.
 
 N query heads, K key/value heads, G query heads of each; R rows of queries.
 """
@@ -26,7 +26,7 @@ from ringjax._pattern.sinks import read_sinks
 
 
 class _Meaning(NamedTuple):
-    """What is static in a call."""
+    """The static arguments of a call."""
 
     pattern: DilatedPattern
     is_causal: bool
@@ -47,24 +47,24 @@ def attention_weights(
 ) -> Float[Array, "*B N R S"]:
     """Returns the weights with which some rows of :func:`ring_dilated_attention` attend to all keys.
 
-    In O(R S) memory and time: for a map of what a token looks at, not for training. On a mesh the weights are sharded
-    along the keys as `key` is.
+    It takes O(R S) memory and time: use it to show what a token attends to, not for training. On a mesh the weights are
+    sharded along the keys as `key` is.
 
     Args:
       query: [..., T, N, H], all queries; or the chunk of them that begins at `query_offset`.
       key: [..., S, K, H], all keys.
       rows: the numbers of R queries, from 0 to T - 1.
-      axis_name: the mesh axis that the sequence is sharded along, inside whose shard_map no whole sequence is seen.
+      axis_name: the mesh axis that the sequence is sharded along; inside a shard_map over it, the call is an error.
       **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
-      [..., N, R, S] in float32 at least, before dropout. Those of a row sum to 1, or to less with a sink; those of a
-      row that attends to nothing are zero. With them rows of the output are
+      [..., N, R, S] in float32 at least, before dropout. The weights of a row sum to 1, or to less with a sink, and are
+      zero if the row attends to nothing. The rows of the output are
       ``jnp.einsum("...nrs,...snv->...rnv", weights, value)``.
 
     Raises:
-      ValueError: for rows that there are not, shapes that disagree, and a wrong pattern; and inside a shard_map over
-        the sequence.
+      ValueError: for rows that do not exist, shapes that disagree, and a wrong pattern; and inside a shard_map over the
+        sequence.
       TypeError: for arguments of another dtype.
 
     Example:

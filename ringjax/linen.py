@@ -40,7 +40,7 @@ def _fields(namespace: dict[str, Any]) -> None:
     namespace |= {"__annotations__": types_of(ModuleOptions), "__module__": __name__, **defaults}
 
 
-# A module is a dataclass: its options are the fields of its base.
+# Modules are dataclasses: this base class has the options as its fields.
 _Options: Any = types.new_class("_Options", (linen.Module,), {"kw_only": True}, _fields)
 
 
@@ -51,41 +51,43 @@ class RingDilatedAttention(_Options):
     Its parameters have the names and shapes of `linen.MultiHeadDotProductAttention` where `num_kv_heads` is None: with
     one branch (T, 1) the two compute the same. Dropout draws from the stream of random numbers named "dropout".
 
-    With `decode`, `init` makes the cache of a sequence as long as its inputs, in the collection "cache" (in the dtype
-    of its keys): `apply` with ``mutable=["cache"]`` then takes the next tokens, however many at a time.
+    With `decode`, `init` makes the cache of a sequence as long as its inputs, in the collection "cache" and the dtype
+    of keys: `apply` with ``mutable=["cache"]`` then takes the next tokens, any number at a time.
 
     Args:
       num_heads: the number of query heads N.
-      qkv_features: the width of all query heads together; that of `head_dim`, else of the inputs by default.
+      qkv_features: the width of all query heads together; by default N * `head_dim` if that is given, else the width of
+        the inputs.
       out_features: the width of the outputs; that of the inputs by default.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       head_dim: the width H of a head, instead of `qkv_features`.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
-      rope: instead, its frequencies and its factor, as :func:`ringjax.rope_frequencies` returns them.
-      position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
-        is_key)`` takes heads [..., T, N, H] and the positions of their tokens, [T] or as the call is given them, and
-        returns heads. It has no parameters: those of a module would not be trained.
+      rope: instead of `rope_theta`, the frequencies and the factor of the embedding, as
+        :func:`ringjax.rope_frequencies` returns them.
+      position_embedding: instead, any function that embeds positions in queries and keys:
+        ``f(heads, positions, is_key)`` takes heads [..., T, N, H] and the positions of their tokens, [T] or as passed
+        to the call, and returns heads. It has no parameters, because they would not be trained.
       qk_norm: makes the norms of queries and of keys over the width of a head, before their rotary embedding, such as
         ``functools.partial(linen.RMSNorm, epsilon=1e-6)``; none by default.
-      normalize_qk: whether these are LayerNorms without bias, as in Flax's own module (arXiv 2302.05442).
+      normalize_qk: whether these norms are LayerNorms without bias, as in Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
         2210.06423), such as ``linen.LayerNorm`` or ``functools.partial(linen.LayerNorm, epsilon=1e-5)``; none by
         default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
-      deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
+      deterministic: whether calls skip dropout. With a dropout rate it must be set here or in each call.
       decode: whether calls continue the sequence in the cache.
       per_sequence: whether each sequence in the cache has a length of its own.
       rewind: how many tokens can always be taken back from the cache.
-      force_fp32_for_softmax: as Flax's module has it: the softmax is in float32 at least, whatever is said here.
+      force_fp32_for_softmax: an argument of Flax's module without effect: the softmax is always in float32 at least.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
-      use_out_bias: whether the output's projection has one; as `use_bias` by default.
-      kernel_init: initialises the kernels of queries, keys and values [D, N, H].
-      out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
-      bias_init: initialises the biases [N, H] of queries, keys and values.
-      out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
-      sinks_init: initialises the sinks [N].
+      use_out_bias: whether the output's projection has a bias; as `use_bias` by default.
+      kernel_init: initializes the kernels of queries, keys and values [D, N, H].
+      out_kernel_init: initializes the kernel [N, H, E] of the outputs; `kernel_init` by default.
+      bias_init: initializes the biases [N, H] of queries, keys and values.
+      out_bias_init: initializes the bias [E] of the outputs; `bias_init` by default.
+      sinks_init: initializes the sinks [N].
       **options: as :func:`ring_dilated_attention` takes them.
 
     Raises:
@@ -129,7 +131,7 @@ class RingDilatedAttention(_Options):
     sinks_init: Any = linen.initializers.zeros_init()
 
     def __post_init__(self) -> None:
-        # Lists cannot be hashed, which modules must be to be static arguments of jax.jit.
+        # Modules must be hashable to be static arguments of jax.jit, and lists are not.
         for name in options_of(ModuleOptions):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, tuple(getattr(self, name)))
@@ -149,7 +151,7 @@ class RingDilatedAttention(_Options):
         check_optional_flag("use_out_bias", self.use_out_bias)
         if self.normalize_qk and self.qk_norm is not None:
             raise ValueError("qk_norm is given beside normalize_qk=True, which makes a LayerNorm: give either")
-        # What is wrong is said when the module is made, whatever its inputs will be.
+        # Errors are raised when the module is made, before the width of its inputs is known.
         width = 2 * max(1, np.size(self.rope[0])) if isinstance(self.rope, tuple) and self.rope else 2
         settings = _settings_of(self, in_features=width * self.num_heads if is_integer(self.num_heads) else 2)
         if self.decode:
@@ -176,10 +178,10 @@ class RingDilatedAttention(_Options):
         prefill: bool = False,
         lengths: Any = None,
     ) -> Float[Array, "*B T E"]:
-        """Attends; the arguments are those of :class:`ringjax.RingDilatedAttention`, but for `decode` and `rngs`.
+        """Computes attention, with the arguments of :class:`ringjax.RingDilatedAttention` except `decode` and `rngs`.
 
-        There are two of Flax's module: `inputs_kv`, of keys and values both, and `dropout_rng`, the key that dropout
-        draws from instead of the stream "dropout".
+        Two more come from Flax's module: `inputs_kv`, for both keys and values, and `dropout_rng`, the key that dropout
+        is drawn from instead of the stream "dropout".
         """
         check_flax_arguments(mask, sow_weights)
         prefill, _ = read_steps(prefill, self.decode, lengths)
@@ -271,7 +273,7 @@ class RingDilatedAttention(_Options):
         return out
 
 
-# No method: Flax tabulates what methods return as if that were arrays.
+# Not a method: Flax tabulates the results of methods as if they were arrays.
 def _settings_of(module: RingDilatedAttention, in_features: int) -> Settings:
     return Settings.of(
         {name: getattr(module, name) for name in options_of(ModuleOptions)},

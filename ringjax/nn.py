@@ -42,35 +42,37 @@ class RingDilatedAttention(nnx.Module):
     Args:
       num_heads: the number of query heads N.
       in_features: the width of the inputs.
-      qkv_features: the width of all query heads together; that of `head_dim`, else `in_features` by default.
+      qkv_features: the width of all query heads together; by default N * `head_dim` if that is given, else
+        `in_features`.
       out_features: the width of the outputs; `in_features` by default.
       in_kv_features: the width of the inputs of keys and values; `in_features` by default.
       num_kv_heads: the number of key/value heads K, a divisor of N; N by default.
       head_dim: the width H of a head, instead of `qkv_features`.
       rope_theta: the base of a rotary embedding of queries and keys, such as 10000; none by default.
-      rope: instead, its frequencies and its factor, as :func:`ringjax.rope_frequencies` returns them.
-      position_embedding: instead, any embedding of positions that acts on queries and keys: ``f(heads, positions,
-        is_key)`` takes heads [..., T, N, H] and the positions of their tokens, [T] or as the call is given them, and
-        returns heads. It has no parameters: those of a module would not be trained.
+      rope: instead of `rope_theta`, the frequencies and the factor of the embedding, as
+        :func:`ringjax.rope_frequencies` returns them.
+      position_embedding: instead, any function that embeds positions in queries and keys:
+        ``f(heads, positions, is_key)`` takes heads [..., T, N, H] and the positions of their tokens, [T] or as passed
+        to the call, and returns heads. It has no parameters, because they would not be trained.
       qk_norm: makes the norms of queries and of keys over the width of a head, before their rotary embedding, such as
         ``functools.partial(nnx.RMSNorm, epsilon=1e-6)``; none by default.
-      normalize_qk: whether these are LayerNorms without bias, as in Flax's own module (arXiv 2302.05442).
+      normalize_qk: whether these norms are LayerNorms without bias, as in Flax's own module (arXiv 2302.05442).
       inner_norm: makes a norm of all heads together, between attention and the output's projection (SubLN, arXiv
         2210.06423), such as ``nnx.LayerNorm`` or ``functools.partial(nnx.LayerNorm, epsilon=1e-5)``; none by default.
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
-      deterministic: whether calls drop nothing. With a dropout rate it must be said here or in each call.
+      deterministic: whether calls skip dropout. With a dropout rate it must be set here or in each call.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
-      use_out_bias: whether the output's projection has one; as `use_bias` by default.
-      kernel_init: initialises the kernels of queries, keys and values [D, N, H]; as in Flax, one made by
-        `nnx.with_partitioning` gives them the metadata by which they are sharded.
-      out_kernel_init: initialises the kernel [N, H, E] of the outputs; `kernel_init` by default.
-      bias_init: initialises the biases [N, H] of queries, keys and values.
-      out_bias_init: initialises the bias [E] of the outputs; `bias_init` by default.
-      sinks_init: initialises the sinks [N].
-      rngs: the random streams that the parameters are drawn from, and, from its stream "dropout", the dropout.
+      use_out_bias: whether the output's projection has a bias; as `use_bias` by default.
+      kernel_init: initializes the kernels of queries, keys and values [D, N, H]; as in Flax, an initializer made by
+        `nnx.with_partitioning` gives them sharding metadata.
+      out_kernel_init: initializes the kernel [N, H, E] of the outputs; `kernel_init` by default.
+      bias_init: initializes the biases [N, H] of queries, keys and values.
+      out_bias_init: initializes the bias [E] of the outputs; `bias_init` by default.
+      sinks_init: initializes the sinks [N].
+      rngs: the random streams that parameters are drawn from; dropout is drawn from the stream "dropout".
       keep_rngs: whether the module keeps a stream for dropout; else calls must be given one.
       **options: as :func:`ring_dilated_attention` takes them.
 
@@ -188,7 +190,7 @@ class RingDilatedAttention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
         )
-        # Last, so that they change no other parameter.
+        # Made last, so that their random numbers change no other parameter.
         types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         qk_norm = functools.partial(nnx.LayerNorm, use_bias=False) if normalize_qk else qk_norm
         self.query_ln: Any = nnx.data(None) if qk_norm is None else qk_norm(settings.head_dim, **types)
@@ -248,24 +250,25 @@ class RingDilatedAttention(nnx.Module):
         prefill: bool = False,
         lengths: Any = None,
     ) -> Float[Array, "*B T E"]:
-        """Attends.
+        """Computes attention.
 
         Args:
           inputs_q: [..., T, in_features], of the queries.
           inputs_k: [..., S, in_kv_features], of the keys; `inputs_q` by default.
           inputs_v: [..., S, in_kv_features], of the values; `inputs_k` by default.
-          mask: as Flax's module has it, refused: say is_causal, document_ids or query_offset instead.
+          mask: an argument of Flax's module that is refused: use is_causal, document_ids or query_offset instead.
           document_ids: the documents of tokens, see :func:`ring_dilated_attention`.
           query_offset: the position of the first query, see :func:`ring_dilated_attention`.
           positions: integers [T], or [..., T] with batch dimensions, that are embedded in place of the positions of
             tokens. They change nothing else: the pattern, causality and documents go by the order of tokens.
-          key_positions: the same of keys, [S] or [..., S]; where keys are of `inputs_q` too, `positions` by default.
+          key_positions: the same for keys, [S] or [..., S]; by default `positions` if keys are also computed from
+            `inputs_q`.
           sinks: logits of sinks, [N] or what broadcasts to [..., T, N], instead of the module's, see
             :func:`ring_dilated_attention`.
-          deterministic: whether to drop nothing, instead of what the module says.
+          deterministic: whether to skip dropout, instead of the module's setting.
           rngs: streams whose "dropout" the seed is drawn from, instead of the module's.
-          sow_weights: as Flax's module has it, refused where true.
-          decode: whether to continue the sequence in the cache, instead of what the module says.
+          sow_weights: an argument of Flax's module that is refused if true.
+          decode: whether to continue the sequence in the cache, instead of the module's setting.
           prefill: in decoding, whether the inputs are a sequence from its beginning, sharded along the mesh axis: it is
             computed as in training, and the cache is filled. Other calls take tokens that are not sharded.
           lengths: in `prefill`, integers [...], the tokens of each prompt, behind which there is padding, which is not
@@ -275,8 +278,8 @@ class RingDilatedAttention(nnx.Module):
           [..., T, out_features], sharded like `inputs_q`. In decoding, NaN beyond the length of the cache.
 
         Raises:
-          ValueError: if it is not said whether to drop, if there is no cache to decode with or it is known to be full,
-            for arguments that mean nothing in decoding, or for `prefill` without it.
+          ValueError: if `deterministic` is needed but not set, if there is no cache to decode with or it is known to be
+            full, for arguments that mean nothing in decoding, or for `prefill` without decoding.
         """
         check_flax_arguments(mask, sow_weights)
         prefill, decode = read_steps(prefill, self.decode if decode is None else decode, lengths)
@@ -344,7 +347,7 @@ class RingDilatedAttention(nnx.Module):
         their number from `cache_index`. If later tokens have taken rows that are needed then, the output is NaN.
 
         Args:
-          input_shape: the shape [..., T, in_features] of inputs with the most tokens that there may be.
+          input_shape: the shape [..., T, in_features] of inputs, where T is the most tokens that the sequence may have.
           dtype: the dtype of cached keys and values, a floating one.
           spec: how the heads [..., T, N, H] lie on the mesh, such as ``P("data", "seq")`` for batches that are sharded
             along "data"; by default the module's `spec`. A loop that carries the cache may need it, because the type of
@@ -354,8 +357,9 @@ class RingDilatedAttention(nnx.Module):
             rows of a window, and the kept ones of so many tokens more of segments.
 
         Raises:
-          ValueError: if the attention is not causal, the shape is no such shape, or heads cannot lie as `spec` says.
-          TypeError: if the dtype is no floating one, or `spec` no spec.
+          ValueError: if the attention is not causal, `input_shape` is another shape, or heads cannot lie as `spec`
+            says.
+          TypeError: if the dtype is not a floating one, or `spec` is not a PartitionSpec.
         """
         shape = read_shape(input_shape, self.in_features)
         cache = self.settings.make_cache(*shape, dtype, spec, per_sequence=per_sequence, rewind=rewind)
@@ -370,7 +374,7 @@ class RingDilatedAttention(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Sets what :func:`flax.nnx.view` changes; decoding without a cache makes one of these sizes."""
+        """Sets what :func:`flax.nnx.view` changes; `decode` makes a cache of these sizes if there is none."""
         if deterministic is not None:
             self.deterministic = read_flag("deterministic", deterministic)
         if decode is None:

@@ -1,1 +1,1 @@
-"""Caches, and the calls that continue what is in them."""
+"""Caches, and attention that continues the sequences in them."""

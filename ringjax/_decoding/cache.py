@@ -1,4 +1,4 @@
-"""The cache of decoding: the rows that tokens to come may still see, however long the context is.
+"""The cache of decoding: the rows that later tokens may still see, however long the context is.
 
 Where the mesh has a sequence axis, the rows of each cache are sharded along it.
 """
@@ -20,7 +20,7 @@ from ringjax._pattern.pattern import DilatedPattern
 
 
 class Cache(NamedTuple):
-    """The cached rows of each branch, the number of tokens so far, and the most that there may be.
+    """The cached rows of each branch, the number of tokens so far, and the most tokens that the cache is for.
 
     `tokens` has one more than the token in each row, and 0 where there is none: so a length that is set back shows
     which rows later tokens have taken. The length is that of each sequence, or of all. `VARIABLES` are what modules
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 
 def read_shape(input_shape: Sequence[int], in_features: int) -> tuple[tuple[int, ...], int]:
-    """Returns the batch, and the most tokens, of inputs [..., T, in_features].
+    """Returns the batch and the number of tokens T of inputs [..., T, in_features].
 
     Raises:
       ValueError: for another shape, or more tokens than there are positions.
@@ -55,7 +55,7 @@ def read_shape(input_shape: Sequence[int], in_features: int) -> tuple[tuple[int,
 
 
 def num_rows(pattern: DilatedPattern, max_length: int, num_shards: int = 1, rewind: int = 0) -> list[int]:
-    """Returns the number of rows that each branch caches, in equal shards."""
+    """Returns the number of rows that each branch caches, rounded up to equal shards."""
     rows = (branch.num_cached(max_length, rewind) for branch in pattern.branches)
     return [-(-count // num_shards) * num_shards for count in rows]
 
@@ -71,18 +71,18 @@ def make_cache(
     per_sequence: bool = False,
     rewind: int = 0,
 ) -> Cache:
-    """Returns the cache of no tokens, for as many as all queries [*batch, T, N, H], which lie on a mesh as `spec` says.
+    """Returns an empty cache for T tokens, given all queries [*batch, T, N, H], which lie on a mesh as `spec` says.
 
     It counts the tokens of each sequence, or of all, and so many of them can be taken back.
 
     Raises:
-      ValueError: if they cannot.
+      ValueError: if queries cannot lie so.
     """
     mesh, num_shards = find_axis(mesh, axis_name)
     rows_axis = None if mesh is None else axis_name
     context = get_abstract_mesh()
     if mesh is None and spec is not None and not context.empty:
-        # Batch and heads may lie on a mesh without the sequence's axis.
+        # A mesh without a sequence axis may still cut batch and heads.
         check_spec(spec, queries, num_kv_heads, context, axis_name, "queries")
         mesh = None if context.manual_axes else context
     elif mesh is not None and spec is not None:

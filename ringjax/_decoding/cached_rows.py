@@ -1,4 +1,4 @@
-"""Decoding over keys and values that the caller keeps: each device attends to its own, and statistics are merged.
+"""Decoding with keys and values that the caller keeps: each device attends to its own rows, and results are merged.
 
 B batch, c queries of each sequence, n rows of a shard, R of them that queries may see, K key/value heads, G query heads
 of each, k either K or 1.
@@ -22,7 +22,7 @@ def attend_cached(
     lengths: Int[Array, "*B"],
     starts: Int[Array, "*B"],
 ) -> tuple[Float[Array, "*B c N V"], Float[Array, "*B c N"]]:
-    """Returns the attention of the last c rows before each of `lengths`, whose positions count from `starts`."""
+    """Returns the attention of the last c rows before each of `lengths`; positions count from `starts`."""
     placement = decoder.placement
     arrays = [placement.lay_out(array, "k") for array in (keys, values)]
     bounds = [placement.reshard(array[..., None], "D") for array in (lengths, starts)]  # [*B, 1]

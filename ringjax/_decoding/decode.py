@@ -50,7 +50,7 @@ def _holds(branch: Branch, query: Array, key: Array, offset: Int[Array, "K 1"]) 
 def make_decoder(
     pattern: DilatedPattern, num_kv_heads: int, weighting: Weighting, placement: Placement, rewind: int = 0
 ) -> "Decoder":
-    """Returns what decodes; heads that their mesh axes do not cut alike are computed by all devices."""
+    """Returns a decoder. It shards heads only if they are not grouped, and mesh axes cut queries and keys alike."""
     is_cut = pattern.heads == "all" and placement.heads == placement.kv_heads
     placement = placement if is_cut else placement._replace(heads=(), kv_heads=())
     return Decoder(pattern, num_kv_heads, weighting, placement, rewind)
@@ -58,7 +58,7 @@ def make_decoder(
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """All that is static in decoding."""
+    """A decoder: its fields are all that is static."""
 
     pattern: DilatedPattern
     num_kv_heads: int
@@ -121,14 +121,14 @@ class Decoder:
         first = jnp.arange(rows.shape[-3], dtype=jnp.int32)
         if axis_name is None:
             return take(first)
-        # Each shard in turn is sent its rows, so that no more than those of one are on any device. They go in float32
-        # at least, but once for a prompt.
+        # Each shard in turn is sent its rows, so that no device holds the rows of two shards at once. The sum is in
+        # float32 at least, but runs only once for a prompt.
 
         def send(receiver: Any, own: Array) -> Array:
             sent = psum(take(receiver * first.size + first), axis_name)
             return jnp.where(receiver == shard, sent, own)
 
-        # A cache that was made inside the caller's own shard_map is the same on all devices so far.
+        # A cache made inside the caller's own shard_map does not vary over devices yet.
         own = vary(rows, (axis_name,))
         return jax.lax.fori_loop(0, num_shards, send, after(own, sent))
 
@@ -140,10 +140,10 @@ class Decoder:
         cache: Cache,
         sinks: Float[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "*B c N V"], Cache]:
-        """Returns the attention of the next c tokens, and the cache after them: NaN beyond its length.
+        """Returns the attention of the next c tokens, NaN beyond the cache's length, and the cache after them.
 
         Raises:
-          ValueError: if it is known that there are more tokens than the cache is for, or for sinks of another shape.
+          ValueError: if the tokens are known to exceed the length of the cache, or for sinks of another shape.
           TypeError: for sinks that are no floats.
         """
         count = query.shape[-3]
@@ -180,7 +180,7 @@ class Decoder:
         return out, Cache(*_thirds(caches), length, cache.max_length)
 
     def branches(self) -> Iterator[DecodedBranch]:
-        """Gives the branches on this shard."""
+        """Yields the branches on this shard."""
         placement = self.placement
         shards = jax.lax.axis_size(placement.heads)
         first = jax.lax.axis_index(placement.heads) * (self.num_kv_heads // shards) if shards > 1 else 0
@@ -253,7 +253,7 @@ class Decoder:
         return _of_all_heads(out, lse, branch.heads, query.shape[-3])
 
     def over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
-        """Merges what the shards have of the keys."""
+        """Returns the output and the lse, merged over the shards of keys."""
         axis_name = self.placement.axis_name
         if axis_name is None:
             return out, lse
@@ -287,7 +287,7 @@ def _attend_rows(
 def _of_all_heads(
     out: Float[Array, "*B c k G V"], lse: Float[Array, "*B c k G"], heads: slice, num_heads: int
 ) -> tuple[Float[Array, "*B c K G V"], Float[Array, "*B c K G"]]:
-    """Returns the results of some heads among those of all: the others have attended to nothing."""
+    """Returns the results of some heads among those of all heads: the others attend to nothing."""
     if lse.shape[-2] == num_heads:
         return out, lse
     shape = (*lse.shape[:-2], num_heads, lse.shape[-1])

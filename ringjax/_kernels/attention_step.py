@@ -1,7 +1,8 @@
 """An attention step: a shard of queries and one of keys, the tokens of their rows, and the mask between them.
 
-B batch, K key/value heads that run the branch, O those of them that are told apart, classes of heads with the same
-rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R padded rows of a block.
+B batch, K key/value heads that run the branch, O is 1 if all of these have the same rows, else K, `classes` of heads
+with the same rows, G query heads of a key/value head; I tiles of queries, J of keys, C chunks of a tile, R padded rows
+of a block.
 """
 
 import functools
@@ -31,28 +32,28 @@ from ringjax._schedule.side import Side
 
 
 class DropoutCounters(NamedTuple):
-    """What the dropout of a branch is drawn from: the seeds, and the global numbers of batches and query heads."""
+    """The counters from which a branch draws dropout: the seeds, and the global numbers of batches and query heads."""
 
     seed: UInt[Array, "B 2"]
     batch: Int[Array, "B"]
     head: Int[Array, "K G"]
 
     def stream(self, token: UInt[Array, "I C O R"]) -> tuple[UInt[Array, "I B C K G R"], UInt[Array, "I B C K G R"]]:
-        """Returns the start and the step of the stream of each row of queries."""
+        """Returns the start and the step of the dropout stream of each query row."""
         batch, head = self.batch[:, None, None, None, None], self.head[..., None]
         seed = self.seed.T.reshape(2, *batch.shape)
         return dropout.make_stream(seed, batch, head, token[:, None, :, :, None])
 
 
 class Tiles(NamedTuple):
-    """Rows of queries, or of keys and values, as their implementation has them, with the documents of each."""
+    """Rows of queries, or of keys and values, in their implementation's layout, with the document of each row."""
 
     arrays: Any
     documents: Int[Array, "J B C classes R"] | None = None
 
 
 class PaddedRows(NamedTuple):
-    """Where rows are when they are computed: whose they are, and whether the halves of balanced shards are swapped."""
+    """The rows of `shards` as a step computes them, with zigzag halves swapped if `is_swapped`."""
 
     rows: Rows
     shards: Int[Array, "S"] | UInt[Array, "S"]
@@ -61,27 +62,27 @@ class PaddedRows(NamedTuple):
 
     @property
     def schedule(self) -> BranchSchedule:
-        """The schedule of the branch that the rows are of."""
+        """The schedule of the branch."""
         return self.rows.schedule
 
     @property
     def side(self) -> Side:
-        """The side of the branch that they are of."""
+        """The side of the branch that the rows are on."""
         return self.rows.side
 
     @property
     def is_of_keys(self) -> bool:
-        """Whether they are of keys."""
+        """Whether the rows are keys and values."""
         return self.rows.is_of_keys
 
     def bounded(self) -> "PaddedRows":
-        """Returns padded rows whose tiles have the same bounds on all parts of heads that the compiler may make."""
+        """Returns padded rows of all classes of heads: the bounds of tiles are the same however XLA shards heads."""
         return self._replace(rows=self.rows.of_classes())
 
     def tokens(self) -> tuple[UInt[Array, "J C O R"], Bool[Array, "J C O R"] | None]:
-        """Returns the position of the token in each padded row of each shard's tiles, and whether there is one.
+        """Returns the position of the token in each padded row of each shard's tiles, and whether the row has a token.
 
-        None where every row of every shard has one. Tiles of one group follow each other, whatever shards they are of.
+        The latter is None if every row of every shard has one. The tiles of a group are consecutive, across all shards.
         """
         side, offset = self.side, self.rows.offset[:, None]
         shard = self.shards.astype(jnp.uint32)[:, None, None, None, None]
@@ -95,7 +96,7 @@ class PaddedRows(NamedTuple):
             token = start + (offset + row * np.uint32(side.step))  # [S, I, C, O, R]
             is_row = None if side.is_full else token < end
         else:
-            # The halves of a shard's rows are whole tiles, each of another shard.
+            # Each half of the rows is whole tiles, and the two come from different shards.
             shard, first = self.schedule.origin(shard, first) if self.is_swapped else (shard, first)
             token, is_row = side.row_token(shard, chunk, first + row, offset)
         if is_row is not None and side.num_full_chunks > side.num_chunks:
@@ -104,14 +105,14 @@ class PaddedRows(NamedTuple):
         return flat(token), None if is_row is None else flat(is_row)
 
     def _token_bounds(self, shard: Any, chunk: Any, row: Any) -> tuple[Array, Array]:
-        """Returns the first token of each tile's blocks, and where their chunks or the tokens end."""
+        """Returns the first token of each block, and the end of its chunk or of all tokens, whichever is first."""
         side = self.side
         step, stop = np.uint32(side.step), np.uint32(side.stop) if isinstance(side.stop, int) else side.stop
         if not self.is_swapped:
             begin = shard * np.uint32(side.shard_length) + side.first(0, chunk)
             end = begin + np.uint32(side.chunk_length)
             return begin + row * step, end if side.is_full else jnp.minimum(end, stop)
-        # By a table of the shards and the padded rows that their two halves are from.
+        # From a table of all shards: the first token and the end of each of their two halves.
         shards = np.arange(side.num_shards)[:, None]
         holder, first_row = self.schedule.origin(shards, np.array([0, side.num_padded_rows // 2]))
         begin = side.first(holder)
@@ -124,7 +125,7 @@ class PaddedRows(NamedTuple):
     def labels(
         self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True
     ) -> tuple[Any, Any, tuple[LeftOut, ...]]:
-        """Returns the documents, the phases where tiles mix these, and the pairs that a union leaves out."""
+        """Returns the documents, the phases if tiles have several, and the pairs that a union leaves out."""
         heads, branch = self.rows.heads, self.side.branch
         documents = None if self.documents is None else self.documents[:, :, :, heads.classes]
         is_mixed = branch.modulus > 1 and not (are_chunks_apart and self.side.chunks == "phases")
@@ -136,13 +137,13 @@ class PaddedRows(NamedTuple):
                 is_kept = earlier.keeps(token, pick(offsets, heads.classes)[:, None])
                 label = jnp.where(is_kept, earlier.group(token).astype(jnp.int32), -2 if of_keys else -1)[:, None]
             if not (of_keys or earlier.is_by_group):
-                # On both sides, causal or not: so a tile on the diagonal is left out as a whole.
+                # The interval without causality: so a block on the diagonal can be left out as a whole.
                 first, last = _interval(earlier.seen(token))
             left_out.append(LeftOut(label, first, last))
         return documents, phase, tuple(left_out)
 
     def of_members(self, is_row: Any, document: Any) -> Bool[Array, "J A C K R"] | None:
-        """Returns which rows are of a head that runs the branch, and of a document; None where all are."""
+        """Returns which rows have a token, a document, and a head that runs the branch; None if all do."""
         conditions = [
             None if is_row is None else is_row[:, None],
             None if document is None else document >= 0,
@@ -160,7 +161,7 @@ class PaddedRows(NamedTuple):
 
 
 class View(NamedTuple):
-    """What tiles see of one side of a step: the mask of its rows, and the bounds of its tiles."""
+    """One side of a step: the mask of its rows, and the bounds of its tiles."""
 
     mask: Any
     bounds: Bounds
@@ -168,12 +169,12 @@ class View(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """Rows of queries of one shard and rows of keys of one or more, which are computed where they meet.
+    """The queries of one shard and the keys of one or more, on the device that computes their attention.
 
-    `queries` and `keys` are what the implementation sees of them. Nothing is computed where the keys are not new.
-    `hops` is how far those that travelled did: zero where both sides are of one shard, an array where that is data.
-    Where `is_branch_final`, nothing is added to the results of the branch. Where it `continues`, it adds to sums of
-    earlier branches.
+    `queries` and `keys` are what the implementation's `see` returns. Nothing is computed if `is_new` is false, see
+    `BranchSchedule.is_new`. `hops` is how many hops the streamed rows have made: zero if both sides are of one shard,
+    an array if known only at run time. If `is_branch_final`, nothing is added to the results of the branch. If it
+    `continues`, the step adds to sums of earlier branches.
     """
 
     schedule: BranchSchedule
@@ -186,26 +187,26 @@ class AttentionStep(NamedTuple):
 
     @property
     def is_only(self) -> bool:
-        """Whether sums of the rows of queries begin and end here."""
+        """Whether this step alone computes the sums of its queries."""
         return not self.continues and (self.schedule.is_local or self.schedule.is_gathered)
 
     @property
     def is_final(self) -> bool:
-        """Whether its results are those of the call: nothing is added to them."""
+        """Whether the results of the step are those of the call: nothing is added to them."""
         return self.is_branch_final and self.schedule.is_local
 
 
 def see_queries(padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
-    """Returns the side of queries, whose dropout is drawn from `counters`."""
+    """Returns the view of queries, whose dropout is drawn from `counters`."""
     mask = mask_queries(padded, counters)
     bounded = mask if padded.rows.is_whole else mask_queries(padded.bounded())
-    # Each batch skips the tiles that its own documents allow, if it is known that no device has to wait for another's.
+    # Each batch skips blocks by its own documents, unless XLA may shard batches: devices would wait for each other.
     is_by_batch = padded.documents is not None and padded.rows.is_whole
     return View(mask, bounds_of_queries(bounded, padded.side.num_tile_groups), is_by_batch)
 
 
 def see_keys(padded: PaddedRows) -> View:
-    """Returns the side of keys."""
+    """Returns the view of keys."""
     mask, is_member = mask_keys(padded), padded.rows.heads.is_member
     bounded = mask if padded.rows.is_whole else mask_keys(padded.bounded())
     is_full = True if is_member is None else is_member.all()
@@ -213,7 +214,7 @@ def see_keys(padded: PaddedRows) -> View:
 
 
 def make_mask(step: AttentionStep) -> Mask:
-    """Returns which queries attend to which keys: those that they see, of their document and of no earlier branch."""
+    """Returns the mask: queries attend to the keys that they see in their document, but not in earlier branches."""
     queries, keys = step.queries, step.keys
     blocks = find_active_blocks(queries.bounds, keys.bounds, queries.is_by_batch)
     if step.is_new is not True:
@@ -224,7 +225,7 @@ def make_mask(step: AttentionStep) -> Mask:
 def mask_queries(
     padded: PaddedRows, counters: DropoutCounters | None = None, are_chunks_apart: bool = True
 ) -> QueryMask:
-    """Returns what each query attends to; where `are_chunks_apart`, tiles keep chunks apart and the mask need not."""
+    """Returns what each query attends to; if `are_chunks_apart`, tiles separate chunks, and the mask need not."""
     schedule = padded.schedule
     token, is_row = padded.tokens()
     document, phase, left_out = padded.labels(token, are_chunks_apart=are_chunks_apart)
@@ -248,6 +249,6 @@ def mask_keys(padded: PaddedRows, are_chunks_apart: bool = True) -> KeyMask:
 
 def _interval(positions: tuple[Any, Any], is_causal: bool = False) -> tuple[Int[Array, "J 1 C O R"], ...]:
     first, last = positions
-    if not is_causal:  # it may end beyond the 31 bits of positions
+    if not is_causal:  # the interval may end beyond int32
         last = jnp.minimum(last, EMPTY[0] - 1)
     return first.astype(jnp.int32)[:, None], last.astype(jnp.int32)[:, None]

@@ -1,6 +1,6 @@
-"""The lists of active blocks, over which kernels run; how many there are is known when run.
+"""The lists of active blocks that kernels run over; their lengths are known only at run time.
 
-Letters: L lists, one for each batch of masks; I tiles that stay, J tiles that come by, P of them in one step.
+Letters: L lists, one for each batch of masks; I stationary tiles, J streamed tiles, P of them in one step.
 """
 
 from typing import Any, NamedTuple
@@ -12,17 +12,17 @@ from jaxtyping import Array, Bool, Int
 
 from ringjax._kernels.mask import BlockMask
 
-# What a step finds where it multiplies: nothing, tiles that a mask cuts, tiles that none cuts, or some of all these.
+# The blocks of a step: none is active, all are active but not all full, all are full, or only some are active.
 NOTHING, PARTIAL, FULL, SOME = range(4)
-_FIRST, _LAST, _PARTS, _LIST = 2, 3, 4, 12  # the bits of what a step is told, with room for eight parts
+_FIRST, _LAST, _PARTS, _LIST = 2, 3, 4, 12  # the bits of a step's note, with room for eight parts
 _HALF = 16
 
 
 class BlockList(NamedTuple):
-    """The steps of a kernel: of each the tile that stays and the tiles that come by, and what it finds there.
+    """The steps of a kernel: the stationary tile and the streamed tiles of each, and a note on their blocks.
 
-    The steps of one tile that stays follow each other. Each such tile has a step, so that its results are written. All
-    blocks that might be active have an entry, and the first so many of these, the `length`, are steps.
+    The steps of a stationary tile are consecutive. It has at least one, so that its results are written. There is an
+    entry for each step that might be needed, and the first `length` entries are steps.
     """
 
     tiles: Int[Array, "entries"]
@@ -31,10 +31,9 @@ class BlockList(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Of each tile that stays how many steps it has, each with one tile that comes by, and these.
+    """The number of steps of each stationary tile, and these steps, each with one streamed tile.
 
-    A step is the number of the tile that comes by, and whether the block is full; behind the steps is
-    room for as many as there might be.
+    A step encodes the number of the streamed tile, and whether the block is full. Later entries are unused.
     """
 
     length: Int[Array, "L I"]
@@ -42,7 +41,7 @@ class Stretches(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step is told, of scalars that a kernel reads; it is taken by each of the heads that share a tile."""
+    """A step as a kernel reads it from scalar memory; it runs for each of the heads that share a stationary tile."""
 
     note: Any
     head: Any = 0
@@ -50,23 +49,23 @@ class Step(NamedTuple):
 
     @property
     def case(self) -> Any:
-        """What it finds."""
+        """The case of the step: `NOTHING`, `PARTIAL`, `FULL` or `SOME`."""
         return self.note & 3
 
     @property
     def is_first(self) -> Any:
-        """Whether it is the first one of the tile that stays."""
+        """Whether this is the first step of its stationary tile."""
         is_first = ((self.note >> _FIRST) & 1) != 0
         return is_first if self.num_heads == 1 else is_first & (self.head == 0)
 
     @property
     def is_last(self) -> Any:
-        """Whether it is the last one of the tile that stays."""
+        """Whether this is the last step of its stationary tile."""
         is_last = ((self.note >> _LAST) & 1) != 0
         return is_last if self.num_heads == 1 else is_last & (self.head == self.num_heads - 1)
 
     def is_active(self, part: Any) -> Any:
-        """Whether one of the blocks of the step is active."""
+        """Returns whether block number `part` of the step is active."""
         return ((self.note >> (_PARTS + part)) & 1) != 0
 
     @property
@@ -76,27 +75,27 @@ class Step(NamedTuple):
 
 
 def stationary_of(tile: Any) -> Any:
-    """Returns the number of the tile that stays."""
+    """Returns the number of the stationary tile of a step."""
     return tile >> _HALF
 
 
 def is_full_step(step: Any) -> Any:
-    """Returns whether no mask cuts what meets in a step of a stretch."""
+    """Returns whether the block of a step of `Stretches` is full."""
     return (step & 1) != 0
 
 
 def streamed_in(step: Any) -> Any:
-    """Returns the number of the tile that comes by in a step of a stretch."""
+    """Returns the number of the streamed tile in a step of `Stretches`."""
     return step >> 1
 
 
 def streamed_of(tile: Any) -> Any:
-    """Returns the number of the tiles that come by."""
+    """Returns the number of the group of streamed tiles of a step."""
     return tile & ((1 << _HALF) - 1)
 
 
 def list_blocks(blocks: BlockMask, parts: int) -> BlockList:
-    """Returns the list of active blocks, by tiles of queries, with so many tiles of keys in one step."""
+    """Returns the list of active blocks, one stationary tile after the other, with `parts` streamed tiles in a step."""
     is_active, is_full = (jnp.pad(array, [(0, 0), (0, 0), (0, -array.shape[2] % parts)]) for array in blocks)
     is_active, is_full = (array.reshape(*array.shape[:2], -1, parts) for array in (is_active, is_full))  # [L, I, J, P]
     lists, rows, columns, _ = is_active.shape
@@ -108,17 +107,17 @@ def list_blocks(blocks: BlockMask, parts: int) -> BlockList:
         is_active.astype(jnp.int32) << (_PARTS + jnp.arange(parts, dtype=jnp.int32)), axis=-1, dtype=jnp.int32
     )
     note = case.astype(jnp.int32) | bits | (number << _LIST)
-    # A tile without an active block takes the first step, and finds nothing.
+    # A stationary tile without an active block has one step, with the case NOTHING.
     is_step = some | (~some.any(axis=2, keepdims=True) & (column == 0))
     return _list_steps(is_step, (row << _HALF) | column, note)
 
 
 def find_stretches(blocks: BlockMask) -> Stretches:
-    """Returns the active blocks of each tile."""
+    """Returns the active blocks of each stationary tile."""
     _, rows, columns = blocks.is_active.shape
     _check_size(blocks.is_active, rows, columns, most=1 << 30)
     *_, column = _numbers(1, rows, columns)
-    # Those that meet come first.
+    # Active blocks sort first.
     steps = jnp.where(blocks.is_active, (column << 1) | blocks.is_full, np.iinfo(np.int32).max)
     return Stretches(blocks.is_active.sum(axis=2, dtype=jnp.int32), jnp.sort(steps, axis=2, stable=False))
 
@@ -132,7 +131,7 @@ def _check_size(is_active: Any, rows: int, columns: int, most: int) -> None:
 def _list_steps(is_step: Bool[Array, "L I J"], tile: Int[Array, "1 I J"], note: Int[Array, "L I J"]) -> BlockList:
     size, columns = is_step.size, is_step.shape[2]
     flat = lambda array: jnp.broadcast_to(array, is_step.shape).reshape(-1)
-    # By their numbers; entries that are no steps come last, behind the length. One sort, as gathers are slow on TPUs.
+    # Entries that are no steps sort last, after the length. One sort of all arrays, as gathers are slow on TPUs.
     number = jnp.where(flat(is_step), jnp.arange(size, dtype=jnp.int32), size)
     number, tiles, notes = jax.lax.sort((number, flat(tile), flat(note)), num_keys=1, is_stable=False)
     row = number // columns

@@ -1,6 +1,6 @@
-"""The kernel "cudnn": cuDNN's fused attention, by the primitives of jax that its public function stands on.
+"""The kernel "cudnn": cuDNN's fused attention, through the primitives beneath jax's public function.
 
-The public function differentiates with an lse of its own; the rings need the backward of some keys with the lse of all.
+The backward of the public function uses the lse of the given keys; rings need that of some keys with the lse of all.
 """
 
 import functools
@@ -31,18 +31,18 @@ _NAMES = (
     "_dot_product_attention_fwd_impl",
     "_dot_product_attention_bwd_impl",
 )
-# The arrays that the primitives take, in this order, those that the backward takes too, and the parameters of both.
+# The arrays that both primitives take, in this order, the additional ones of the backward, and the parameters of both.
 _ARRAYS = ("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets")
 _ARRAYS += ("page_table_k", "page_table_v")
 _OF_BACKWARD = ("activation", "fwd_output", "grad_output")
 _PARAMETERS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 _NEWER_PARAMETERS = {"score_mod": None}  # from jax 0.12 on
-_MOST_NUMBERS = 2**31 - 1  # of an array with sequences, whose places in memory are 32-bit integers
+_MOST_NUMBERS = 2**31 - 1  # elements of an array with sequences, whose memory offsets are 32-bit integers
 
 
 @functools.cache
 def _missing() -> str | None:
-    """Returns what jax or the machine lack of what is used here, with one warning."""
+    """Returns what jax or the machine lacks for cuDNN's attention, None if nothing; warns of it once."""
     missing = _find_missing(_jax) or (_find_lacking(_jax) if jax.default_backend() == "gpu" else None)
     if missing:
         warn(f"cuDNN's attention is not used: {missing}")
@@ -79,7 +79,7 @@ def _find_missing(module: Any) -> str | None:
 
 
 def _most_width() -> int:
-    """Returns the width of the widest heads on the GPUs that there are; the least of all GPUs where there are none."""
+    """Returns the maximum head width on the GPUs of this machine; without GPUs, the smallest maximum of any GPU."""
     is_hopper = jax.default_backend() == "gpu" and _jax is not None and _jax.check_compute_capability("9.0")
     return 256 if is_hopper else 128
 
@@ -87,9 +87,9 @@ def _most_width() -> int:
 def obstacle(
     query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_sequences: bool = False
 ) -> str | None:
-    """Returns why cuDNN cannot compute such arrays on such a platform, None where it can.
+    """Returns why cuDNN cannot compute these arrays on this platform, None if it can.
 
-    Gradients may ask for arrays that are wider by `widening`.
+    The backward may need heads that are wider by `widening`.
     """
     if platform != "cuda":
         return f"it runs on NVIDIA GPUs, and the devices are of platform {platform!r}"
@@ -134,14 +134,14 @@ def attend(
         return out, stats.swapaxes(1, 2)
     of_queries, _ = pairs.sequences
     lse, is_inside = _take_from_sequences(stats, of_queries), of_queries.contains(query.shape[1])
-    # Elsewhere cuDNN writes nothing.
+    # cuDNN writes nothing to rows outside of all sequences.
     return jnp.where(is_inside[..., None, None], out, 0), jnp.where(is_inside[..., None], lse, -jnp.inf)
 
 
 def differentiate(
     queries: FusedQueries, keys: Keys, pairs: Pairs, scale: float
 ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
-    """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
+    """Returns what these pairs add to the gradients, given each query's output and lse over all of its keys."""
     if _is_beyond_offsets(pairs, queries.query, keys.key):
         halve = lambda one, sequences: differentiate(one[0], one[1], pairs._replace(sequences=sequences), scale)
         return _in_halves(halve, (queries, keys), pairs.sequences)
@@ -162,10 +162,10 @@ def _is_beyond_offsets(pairs: Pairs, query: Array, key: Array) -> bool:
 
 
 def _in_halves(compute: Callable[[Any, Any], Any], arrays: Any, sequences: Any) -> Any:
-    """Computes the first half of the batch and the second one.
+    """Computes the two halves of the batch separately, and concatenates the results.
 
     Raises:
-      ValueError: if there is but one.
+      ValueError: if the batch has size one.
     """
     batch = sequences[0].start.shape[0]
     if batch == 1:
@@ -178,7 +178,7 @@ def _in_halves(compute: Callable[[Any, Any], Any], arrays: Any, sequences: Any) 
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
-# With sequences, cuDNN has the statistics of rows in one batch for each of them, whose first row is at zero.
+# With sequences, cuDNN's statistics have one batch entry for each sequence, whose first row is at index 0.
 
 
 def _take_from_sequences(stats: Float[Array, "BM N R"], sequence: Sequences) -> Float[Array, "B R N"]:
@@ -198,7 +198,7 @@ def _put_in_sequences(lse: Float[Array, "B R N"], sequence: Sequences) -> Float[
 
 
 def _offsets(sequence: Sequences) -> Int[Array, "B more"]:
-    """Returns where sequences begin in their batch, and a number that is none."""
+    """Returns the first row of each sequence in its batch, followed by -1."""
     return jnp.pad(sequence.start, ((0, 0), (0, 1)), constant_values=-1)
 
 
@@ -218,7 +218,7 @@ def _bind(direction: str, arrays: tuple[Array, ...], pairs: Pairs, scale: float,
         **more,
     )
 
-    # Under vmap more batches: the primitive's own rule fails, in some versions, where not all arrays have them.
+    # vmap enlarges the batch: in some versions, the primitive's own rule fails if only some arrays are batched.
     @jax.custom_batching.custom_vmap
     def bind(arrays: tuple[Array, ...], sequences: tuple[Sequences, Sequences] | None) -> tuple[Array, ...]:
         empty = jnp.zeros(0, arrays[0].dtype)
@@ -247,7 +247,7 @@ def _mask_name(pairs: Pairs) -> str:
 
 
 def _two_spans(pairs: Pairs) -> Pairs:
-    """Adds an empty sequence where there is but one in each batch, which jax would take for none."""
+    """Adds an empty sequence if each batch has only one, which jax would treat as no sequences."""
     if pairs.sequences is None or pairs.sequences[0].start.shape[1] > 1:
         return pairs
     return pairs._replace(sequences=jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, 1))), pairs.sequences))

@@ -1,6 +1,6 @@
-"""Implementations by a fused kernel, for whole chunks whose pairs all attend, or attend by rules that the kernel knows.
+"""Implementations by a fused kernel, for whole chunks in which all pairs attend, or those of a mask it knows.
 
-Laid out as such kernels have them: [B, R, N, H], B the batch and the chunks, R the padded rows of a chunk, N all heads.
+Arrays have the kernels' layout [B, R, N, H]: B batch times chunks, R the padded rows of a chunk, N all heads.
 """
 
 import dataclasses
@@ -21,33 +21,33 @@ from ringjax._kernels.sub_blocks import ChunkView, Pairs, SubBlock, has_sequence
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 
-# The most sequences that a kernel takes at once, forward and backward: cuDNN's memory grows with them, backward by that
-# of the rows twice for each.
+# The most sequences of one kernel call, forward and backward: cuDNN's memory grows with their number, in the backward
+# by twice that of the rows for each.
 MOST_SEQUENCES = 16, 8
 
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A fused kernel; its queries have N heads, its keys and values K, a divisor."""
+    """A fused kernel; its queries have N heads, its keys and values K, a divisor of N."""
 
     def attend(
         self, query: Array, key: Array, value: Array, pairs: Pairs, scale: float
     ) -> tuple[Float[Array, "B Rq N V"], Float[Array, "B Rq N"]]:
-        """Returns the output and the lse of each row: zeros and -inf for one that attends to none."""
+        """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
         ...
 
     def differentiate(
         self, queries: "FusedQueries", keys: Keys, pairs: Pairs, scale: float
     ) -> tuple[Float[Array, "B Rq N H"], Float[Array, "B Rk K H"], Float[Array, "B Rk K V"]]:
-        """Returns what these pairs add to the gradients, given the output and the lse over all pairs of the rows."""
+        """Returns what these pairs add to the gradients, given each query's output and lse over all of its keys."""
         ...
 
     def obstacle(
         self, query: Any, key: Any, value: Any, platform: str, widening: int = 0, has_sequences: bool = False
     ) -> str | None:
-        """Returns why it cannot compute such arrays on such a platform, None where it can.
+        """Returns why the kernel cannot compute these arrays on this platform, None if it can.
 
-        Gradients may ask for arrays that are wider by `widening`.
+        The backward may need heads that are wider by `widening`.
         """
         ...
 
@@ -64,7 +64,7 @@ class FusedQueries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(KernelImplementation):
-    """The implementation by a fused kernel, of branches in which it can tell which rows attend to each other."""
+    """The implementation by a fused kernel, for branches whose mask the kernel can express."""
 
     kernel: Kernel
 
@@ -73,14 +73,14 @@ class Fused(KernelImplementation):
     addition = "at once"
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
-        """Returns the schedule in whole chunks, and why the kernel cannot serve that."""
+        """Returns the schedule in whole chunks, and why the kernel cannot serve it, None if it can."""
         schedule, has_documents = schedule.in_whole_chunks(), _has_documents(request)
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
         reason = self.kernel.obstacle(*arrays, request.platform, widening, has_sequences(schedule, has_documents))
         return schedule, reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
-        """Puts chunks beside batches."""
+        """Moves chunks into the batch dimension."""
         del groups
         return rearrange(rows, "B (C R) N D -> (B C) R N D", C=side.num_chunks)
 
@@ -88,7 +88,7 @@ class Fused(KernelImplementation):
         return rearrange(tiles, "(B C) R N D -> B (C R) N D", C=side.num_chunks)
 
     def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> ChunkView:
-        """Returns what is seen of queries, or of keys."""
+        """Returns the view of queries, or of keys."""
         del counters
         return see(padded)
 
@@ -100,7 +100,7 @@ class Fused(KernelImplementation):
         weighting: Weighting,
         partial: KernelPartial,
     ) -> KernelPartial:
-        """Merges the attention of queries on keys with that on others."""
+        """Merges the attention of queries on these keys with that on others, `partial`."""
 
         def attend(block: SubBlock, query: Array, keys: Keys) -> tuple[Array, Array]:
             some = query[:, block.queries], *(array[:, block.keys] for array in keys)
@@ -110,7 +110,7 @@ class Fused(KernelImplementation):
                 out, lse = self.kernel.attend(query, key, value, pairs, weighting.scale)
                 return block.reverse(out), block.reverse(lse).astype(partial.lse.dtype)
 
-            # No row is in two sequences, and outside of these it has zeros and minus infinity.
+            # No row is in two sequences, and a call without a row's sequence gives it zeros and minus infinity.
             join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
             out, lse = block.over(on_sequences, join, MOST_SEQUENCES[0])
             told = block.is_promised[:, None, None]
@@ -128,7 +128,7 @@ class Fused(KernelImplementation):
         out, lse = switch(step, attend_all, query, keys)
         if not step.is_only:
             return KernelPartial(*merge((partial.out, out), (partial.lse, lse)))
-        # To merge with nothing is one more pass over the output, a tenth of a short window's time.
+        # Merging with an empty partial would be one more pass over the output, a tenth of a short window's time.
         return KernelPartial(out.astype(query.dtype if step.is_final else partial.out.dtype), lse)
 
     def residuals(self, out: Array, lse: Array, out_grad: Array, lse_grad: Array | None) -> tuple[Array, ...]:
@@ -173,13 +173,13 @@ class Fused(KernelImplementation):
 
 
 def _pad(array: Array, rows: slice, like: Array, value: float = 0.0) -> Array:
-    """Puts the rows in their places among those of an array, with `value` elsewhere."""
+    """Pads the array of some `rows` of `like` to all of its rows, with `value` elsewhere."""
     ends = [(0, 0), (rows.start, like.shape[1] - rows.stop), *[(0, 0)] * (array.ndim - 2)]
     return jnp.pad(array, ends, constant_values=value)
 
 
-# Kernels know no cotangent l of the lse: they compute dS = P (g . v - g . out). With one more column, of ones in v, of
-# l in g and of zeros in out, that is P (g . v + l - g . out), as it should be. Widths grow by what kernels align to.
+# Kernels take no cotangent l of the lse: they compute dS = P (g . v - g . out). One more column, with ones in v, l in g
+# and zeros in out, makes this P (g . v + l - g . out), as required. Widths grow by the kernels' alignment.
 ALIGNMENT = 8
 
 
@@ -197,7 +197,7 @@ def _differentiate(
 
 
 def _first_of(column: Any, array: Array) -> Array:
-    """Columns of zeros, but for the first."""
+    """Returns `ALIGNMENT` columns: the given one, then zeros."""
     column = jnp.broadcast_to(jnp.asarray(column, array.dtype), array.shape[:-1])[..., None]
     return jnp.pad(column, [(0, 0)] * (array.ndim - 1) + [(0, ALIGNMENT - 1)])
 

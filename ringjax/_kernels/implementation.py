@@ -1,4 +1,4 @@
-"""Which implementation computes each branch: the one that is named, or the first of a preference that can."""
+"""The choice of an implementation for each branch: the named one, or the first by preference that can serve it."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from ringjax._schedule.schedule import BranchSchedule, Schedules
 
 ImplementationName = Literal["xla", "cudnn", "mosaic"]
 
-# Each says itself what it cannot serve.
+# Each states in `serve` what it cannot serve.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Fused(cudnn),
     "mosaic_tpu_narrow": NarrowMosaicTpu(),
@@ -25,15 +25,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": MosaicGpu(),
     "xla": Xla(),
 }
-# Those of each name that callers may give, and the name of each.
+# The implementations of each name that callers may give, and the name of each implementation.
 NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu_narrow", "mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
 NAME_OF = {own: name for name, several in NAMES.items() for own in several}
-# No device has run these yet: they serve by name alone.
+# No device has run these yet: they serve only calls that name them.
 UNTRIED = frozenset({"mosaic_tpu_narrow", "mosaic_tpu"})
 
 
 def check_implementation(argument: str, name: Any) -> None:
-    """Checks what names an implementation, or None for the fastest.
+    """Checks the name of an implementation, or None for the fastest.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -44,13 +44,13 @@ def check_implementation(argument: str, name: Any) -> None:
 
 
 def preference(request: Request) -> tuple[str, ...]:
-    """Returns what is taken where no name is given, by preference: the last one serves everything."""
+    """Returns the implementations to try if no name is given, in this order; the last one serves everything."""
     return tuple(name for name in _fastest_first(request) if name not in UNTRIED)
 
 
 def _fastest_first(request: Request) -> tuple[str, ...]:
     own = NAMES["mosaic"]
-    # For each document cuDNN starts threads for all rows, and its memory grows by these: so ours come first there.
+    # cuDNN starts threads and takes memory for all rows for each document: with documents, ours come first.
     return (*own, "cudnn", "xla") if "document_ids" in request.needs else ("cudnn", *own, "xla")
 
 
@@ -78,7 +78,7 @@ def obstacle(schedules: Schedules, name: str | None, request: Request) -> str | 
 
 
 def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str]]:
-    """Returns the names of those that are preferred to what serves a branch, each with why it does not."""
+    """Returns the names preferred to the one that serves a branch, each with the reason that it does not."""
     found = []
     for name in dict.fromkeys(NAME_OF[own] for own in _fastest_first(request)):
         own = _of_platform(NAMES[name], request.platform)[-1]
@@ -92,7 +92,7 @@ def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str
 
 
 def _choose(schedule: BranchSchedule, name: str | None, request: Request) -> tuple[BranchSchedule, str | None]:
-    """Returns the schedule with its implementation, and why that cannot serve if none can."""
+    """Returns the schedule with its implementation; if none can serve it, with the last one and the reason."""
     prepared, reason = schedule, None
     for own in preference(request) if name is None else _of_platform(NAMES[name], request.platform):
         prepared, reason = _serve(request, schedule, own)
@@ -102,7 +102,7 @@ def _choose(schedule: BranchSchedule, name: str | None, request: Request) -> tup
 
 
 def _of_platform(names: tuple[str, ...], platform: str) -> tuple[str, ...]:
-    """Returns the names with those of other platforms first: what is said at last is why this one cannot."""
+    """Returns the names, those of this platform last: the reason that callers see is that of the last one."""
     return tuple(sorted(names, key=lambda name: IMPLEMENTATIONS[name].platform == platform))
 
 
@@ -116,7 +116,7 @@ def _serve(request: Request, schedule: BranchSchedule, name: str) -> tuple[Branc
 
 @functools.lru_cache
 def _residual_bytes(implementation: Implementation, dtypes: Any, value_width: int, needs_lse: bool) -> int:
-    """Returns the bytes of what the backward needs of a row of one query head, beside itself."""
+    """Returns the bytes that the backward needs for each row of a query head besides the query."""
     out = jax.ShapeDtypeStruct((1, 1, value_width), dtypes[0])
     lse = jax.ShapeDtypeStruct((1, 1), functools.reduce(jnp.promote_types, dtypes, jnp.float32))
     found = jax.eval_shape(implementation.residuals, out, lse, out, lse if needs_lse else None)
@@ -141,7 +141,7 @@ def _warn_of_untried(schedules: Schedules, request: Request) -> None:
 
 
 def _warn_of_axes(schedules: Schedules, request: Request) -> None:
-    """Warns where nothing but axes that are not mapped over keeps a faster implementation from serving."""
+    """Warns if only mesh axes that are not mapped over keep a faster implementation from serving."""
     for name in preference(request):
         for schedule in schedules:
             if _obstacle(request._replace(unmapped=()), schedule, name) is None:

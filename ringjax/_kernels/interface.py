@@ -1,4 +1,4 @@
-"""The interface of implementations: what computes where rows of queries and of keys meet."""
+"""The interface of implementations, which compute attention steps."""
 
 import abc
 from collections.abc import Sequence
@@ -15,13 +15,12 @@ from ringjax._schedule.side import Side
 
 
 class Request(NamedTuple):
-    """What a call asks for: the arrays or their shapes, and the platform.
+    """What a call asks of implementations: the arrays or their shapes, the platform, and options.
 
-    `unmapped` are the axes of the mesh that shard_map does not map over. `needs` is what is asked for beyond the
-    pattern: arguments that few implementations serve. `needs_lse` says whether the lse is asked for, and may have a
-    gradient.
-    `device_kind` is what jax calls the devices, `block_size` the most rows of a tile, where the caller says so. Where
-    the `documents_are_sorted`, the documents of tokens do not decrease.
+    `unmapped` are the mesh axes that shard_map does not map over. `needs` names the given arguments that few
+    implementations serve. If `needs_lse`, the lse is returned, and may have a gradient. `device_kind` is jax's name of
+    the devices, `block_size` the most rows of a tile, if the caller sets it. If `documents_are_sorted`, document
+    numbers do not decrease along the tokens.
     """
 
     query: Any
@@ -38,7 +37,7 @@ class Request(NamedTuple):
 
     @classmethod
     def of(cls, asked: Any, query: Any, key: Any, value: Any, platform: str, **others: Any) -> "Request":
-        """Returns the request of options that are read."""
+        """Returns the request of a call with the options `asked`."""
         return cls(
             query,
             key,
@@ -52,7 +51,7 @@ class Request(NamedTuple):
 
     @property
     def orders_collectives(self) -> bool:
-        """Whether collectives wait for each other, see `ringjax._mesh.order`: then nothing of theirs is left out."""
+        """Whether collectives wait for each other, see `ringjax._mesh.order`: then XLA eliminates no unused one."""
         return self.platform == "cpu"
 
     def obstacle_to_kernels(self) -> str | None:
@@ -61,34 +60,34 @@ class Request(NamedTuple):
         if len(set(dtypes)) > 1:
             return "it takes one dtype, and query, key and value are of {}, {} and {}".format(*dtypes)
         if self.unmapped:
-            # To the compiler's partitioner a kernel is opaque: it would gather what these axes cut.
+            # XLA's partitioner cannot split a kernel: it would gather arrays that these axes cut.
             return f"the mesh axes {self.unmapped} are Auto: say with spec=P(...) what they cut, or make them Explicit"
         return None
 
 
 class Implementation(abc.ABC):
-    """Lays rows out as it wants them, adds what attention steps contribute, and says what it cannot serve.
+    """Computes attention steps in its own layout of rows, and states what it cannot serve.
 
-    Queries, softmaxes under way (partials) and gradients are trees of arrays in a layout of its own. Others know only
-    the axis of their padded rows.
+    Queries, partial softmaxes and gradients are trees of arrays in that layout. Other modules know only the axis of
+    their padded rows.
     """
 
-    rows_axis: int  # along which the rows of a shard follow each other; the width is last, or before rows that are
-    platform: str | None  # the one that it runs on, as jax names it; None for any
+    rows_axis: int  # of a shard's rows in laid-out arrays; the width is last, or before rows that are last
+    platform: str | None  # the platform that it runs on, as jax names it; None for any
     addition: Addition = "one by one"  # how results of branches are added
 
     @abc.abstractmethod
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
-        """Returns the schedule of a branch in tiles of its own, and why it cannot serve that, None where it can."""
+        """Returns the schedule of a branch in its own tiles, and why it cannot serve it, None if it can."""
 
     @property
     def strides(self) -> Strides:
-        """How it takes one of r tokens for each head, where a branch keeps such rows."""
+        """How it takes and puts every r-th token of each head, for branches that keep these."""
         return Strides()
 
     @abc.abstractmethod
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
-        """Lays rows out; those of queries by groups, the heads of one key/value head."""
+        """Lays out rows; `groups` is the number of query heads of a key/value head, None for keys and values."""
 
     @abc.abstractmethod
     def take_back(self, side: Side, tiles: Array) -> Shaped[Array, "B m N D"]:
@@ -96,18 +95,18 @@ class Implementation(abc.ABC):
 
     @abc.abstractmethod
     def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> Any:
-        """Returns what it sees of padded rows of queries, whose dropout is drawn from `counters`, or of keys."""
+        """Returns one side of a step, given padded rows of keys, or of queries with their dropout `counters`."""
 
     @abc.abstractmethod
     def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Any:
-        """Returns the softmax of nothing, or the one that has the results `before`, laid out as `finish` returns them.
+        """Returns an empty partial softmax, or one with the results `before`, laid out as `finish` returns them.
 
-        Only an implementation that adds in place is given any.
+        Only an implementation that adds in place is given `before`.
         """
 
     @abc.abstractmethod
     def forward(self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: Any) -> Any:
-        """Adds the attention of queries on keys to a softmax under way."""
+        """Adds the attention of queries on keys to a partial softmax."""
 
     @abc.abstractmethod
     def finish(self, partial: Any) -> tuple[Array, Array]:
@@ -120,24 +119,24 @@ class Implementation(abc.ABC):
         out_grad: Float[Array, "*B n N V"],
         lse_grad: Any,
     ) -> tuple[Array, ...]:
-        """Returns what the backward needs of each query, beside itself: arrays [*B, n, N, ...] of any width."""
+        """Returns what the backward needs of each query besides the query: arrays [*B, n, N, ...] of any width."""
         return residuals(out, lse, out_grad, lse_grad)
 
     def make_queries(self, *arrays: Array) -> Any:
-        """Makes what `backward` takes, of queries and of their `residuals`, laid out."""
+        """Returns the `queries` of `backward`, given laid-out queries and their `residuals`."""
         query, out_grad, *narrow = arrays
         return Queries(query, out_grad, *(per_row(array, self.rows_axis) for array in narrow))
 
     @abc.abstractmethod
     def start_gradients(self, queries: Any, keys: Keys, zeros: Sequence[Array], **given: Array | None) -> Any:
-        """Returns the gradients of nothing but those given. Those of queries, keys and values may begin as `zeros`.
+        """Returns the gradients to add to: those given; the others may start from the scalar `zeros`, one of each.
 
         A gradient that is returned as None may be given as None.
         """
 
     @abc.abstractmethod
     def backward(self, queries: Any, keys: Keys, step: AttentionStep, weighting: Weighting, grads: Any) -> Any:
-        """Adds what the pairs that meet contribute to sums of gradients under way."""
+        """Adds the contributions of an attention step to sums of gradients."""
 
     @abc.abstractmethod
     def finish_gradients(self, grads: Any, weighting: Weighting) -> tuple[Array, Array, Array]:
@@ -145,10 +144,10 @@ class Implementation(abc.ABC):
 
 
 def width_axis(rows_axis: int) -> int:
-    """Returns the axis of the width of rows that are laid out."""
+    """Returns the axis of the width of laid-out rows."""
     return -2 if rows_axis == -1 else -1
 
 
 def per_row(tiles: Array, rows_axis: int) -> Array:
-    """Returns the values of rows that are laid out, one in each: they have no width."""
+    """Returns the first number of each laid-out row, without the width axis."""
     return jax.lax.index_in_dim(tiles, 0, width_axis(rows_axis), keepdims=False)

@@ -1,4 +1,4 @@
-"""What implementations by kernels share: each result of one is an output with its lse, or a finished gradient."""
+"""What implementations by kernels share: each kernel returns an output with its lse, or a finished gradient."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ from ringjax._kernels.softmax import Keys, Weighting, accumulation_dtype
 
 
 class KernelPartial(NamedTuple):
-    """The attention on some of the keys, laid out as a kernel has it."""
+    """The attention on some of the keys, in the kernels' layout."""
 
     out: Float[Array, "*rows V"]
     lse: Float[Array, "*rows"]
 
 
 class KernelGradients(NamedTuple):
-    """Sums of gradients under way, laid out as a kernel has them; None for those that it begins."""
+    """Partial sums of gradients, in the kernels' layout; None for those that a kernel starts."""
 
     query: Float[Array, "*rows H"]
     key: Float[Array, "*keys H"]

@@ -1,8 +1,9 @@
-"""The mask of tiles: which pairs of queries and keys attend, pair by pair, and which blocks are active at all.
+"""The mask of tiles: which pairs of a query and a key attend, and which blocks are active.
 
-Knows no mesh and no pattern: an interval of positions and some labels of each query, a position and some labels of each
-key. Letters: I tiles of queries, J tiles of keys, B batch, A the batches that masks tell apart, C chunks that lie side
-by side, K key/value heads, O the heads that masks tell apart, G query heads of one key/value head, R rows of a tile.
+Independent of mesh and pattern: a query has an interval of positions and some labels, a key has a position and some
+labels. Letters: I tiles of queries, J tiles of keys, B batch, A the batches that masks tell apart (B or 1), C chunks
+side by side, K key/value heads, O the heads that masks tell apart (K or 1), G query heads of one key/value head, R rows
+of a tile.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ EMPTY = jnp.iinfo(jnp.int32).max, -1
 
 
 class ActiveBlocks(NamedTuple):
-    """The active blocks of each tile: some of the tiles `start..stop` of its group, which ones says `is_active`.
+    """The active blocks of each tile: those that `is_active` marks among the tiles `start..stop` of its group.
 
-    `first` is the number of the group's first tile: None where all are of one group.
+    `first` is the number of the group's first tile, None if there is only one group.
     """
 
     first: Any
@@ -33,12 +34,12 @@ class ActiveBlocks(NamedTuple):
     is_active: Bool[Array, "I J"]
 
     def number(self, tile: Any) -> Any:
-        """Returns the number of a tile of the group among all."""
+        """Returns the number among all tiles, given that in the group."""
         return tile if self.first is None else self.first + tile
 
 
 class BlockMask(NamedTuple):
-    """Which blocks, tiles of queries by tiles of keys, are active, and which are full; none across groups is."""
+    """Which blocks, tiles of queries by tiles of keys, are active, and which are full. No block crosses groups."""
 
     is_active: Bool[Array, "groups I_of_group J_of_group"]
     is_full: Bool[Array, "groups I_of_group J_of_group"]
@@ -62,9 +63,9 @@ class BlockMask(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """The keys that each query leaves out: those of its `label`, with positions in its interval; None where any.
+    """The keys that each query leaves out: those with its `label` and a position in its interval; None for any.
 
-    Of keys it is their label alone.
+    Keys have only the label.
     """
 
     label: Int[Array, "I 1 C O R"] | None = None
@@ -75,9 +76,9 @@ class LeftOut(NamedTuple):
 class QueryMask(NamedTuple):
     """What each query attends to: keys at ``first <= position <= last`` with its `document` and its `phase`.
 
-    Keys `left_out` are those of earlier branches. `stream` is the start and the step of its dropout. A row that is none
-    has an empty interval; `first` is None where no tile has a key before it. Here A is B, or 1 where all batches are
-    the same, and O is K, or 1 where all heads are.
+    `left_out` has the keys of earlier branches. `stream` is the start and the step of the dropout stream. A padding row
+    has an empty interval. `first` is None if no tile has a key before it. A is 1 if all batches are the same, else B,
+    and O is 1 if all heads are the same, else K.
     """
 
     first: Int[Array, "I A C O Rq"] | None
@@ -89,9 +90,9 @@ class QueryMask(NamedTuple):
 
 
 class KeyMask(NamedTuple):
-    """Which queries attend to each key, see `QueryMask`; `position` also numbers its weights for dropout.
+    """The keys of a `QueryMask`; `position` is also the index of a key's weight in the dropout stream of a query.
 
-    `is_key` is None where every row is one.
+    `is_key` is None if no row is padding.
     """
 
     position: Int[Array, "J A C O Rk"]
@@ -102,17 +103,17 @@ class KeyMask(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The least and the greatest of some values of each tile; tiles lie in groups apart from each other."""
+    """The least and the greatest of some values of each tile; tiles attend only within their group."""
 
     least: Int[Array, "A groups I C"]
     most: Int[Array, "A groups I C"]
 
 
 class Bounds(NamedTuple):
-    """What is known of each tile of one side as a whole, from which it follows which blocks are active.
+    """The bounds of the mask of each tile of one side, which decide which blocks are active.
 
-    Of queries, `low` and `high` are the ends of their intervals; `low` is None where no key comes before these. Of
-    keys, both are the position. `is_full` says whether `is_key` holds for all rows.
+    For queries, `low` and `high` bound the ends of their intervals; `low` is None if no key comes before these. For
+    keys, both bound the position. `is_full` says whether `is_key` holds for all rows of a tile.
     """
 
     low: Range | None
@@ -124,7 +125,7 @@ class Bounds(NamedTuple):
 
 
 class LeftOutBounds(NamedTuple):
-    """The bounds of what is left out: of the labels of rows that have one, whether all do, and of the interval."""
+    """The bounds of `LeftOut`: of the labels of rows that have one, whether all rows do, and of the interval."""
 
     label: Range | None
     has_label: Any
@@ -137,7 +138,7 @@ class LeftOutBounds(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which queries attend to which keys; tiles of one batch alone where `is_by_batch`, its groups after each other."""
+    """Which queries attend to which keys; if `is_by_batch`, `blocks` has the groups of each batch after each other."""
 
     queries: QueryMask
     keys: KeyMask
@@ -180,7 +181,7 @@ def _is_allowed_beside(query: LeftOut, key: LeftOut, position: Any) -> Any:
 
 
 def bounds_of_queries(mask: QueryMask, num_groups: int) -> Bounds:
-    """Returns the bounds of tiles of queries that lie in so many groups apart from each other."""
+    """Returns the bounds of tiles of queries, which lie in `num_groups` groups."""
     is_query = None if mask.first is None else mask.first <= mask.last
     return Bounds(
         None if mask.first is None else _range(mask.first, num_groups),
@@ -192,7 +193,7 @@ def bounds_of_queries(mask: QueryMask, num_groups: int) -> Bounds:
 
 
 def bounds_of_keys(mask: KeyMask, num_groups: int, is_full: Any = True) -> Bounds:
-    """Returns the bounds of tiles of keys; where `is_full` is false, none is full."""
+    """Returns the bounds of tiles of keys; if `is_full` is false, no tile is full."""
     position = _range(mask.position, num_groups, mask.is_key)
     return Bounds(
         position,
@@ -225,8 +226,8 @@ def _reduce(reduce: Callable[..., Array], array: Array, num_groups: int) -> Arra
 def find_active_blocks(queries: Bounds, keys: Bounds, is_by_batch: bool = False) -> BlockMask:
     """Returns which blocks are active, and which of these are full.
 
-    A block is left out where no interval reaches a position of its keys, where no document is on both sides, or where
-    all pairs are left out. It is full where nothing masks a pair.
+    A block is inactive if, by its bounds, no interval reaches a key, no document or no phase is on both sides, or all
+    pairs are left out. It is full if, by its bounds, no pair is masked.
     """
     of_queries: Any = jax.tree.map(lambda array: array[:, :, :, None], queries)  # [A, groups, I, 1, C]
     of_keys: Any = jax.tree.map(lambda array: array[:, :, None], keys)  # [A, groups, 1, J, C]

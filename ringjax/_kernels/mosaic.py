@@ -1,9 +1,8 @@
-"""The implementation "mosaic": kernels in Pallas that know every mask, over lists of active blocks.
+"""The implementation "mosaic": Pallas kernels for any mask, over lists of active blocks.
 
-Laid out as these kernels have them: queries [B, N, T, H] and keys [B, K, S, H] for TPUs, [B, N, H, T] and [B, K, H, S]
-where heads are narrow there, [B, T, N, H] and [B, S, K, H] for GPUs, T and S the padded rows of a shard, chunk after
-chunk. Masks are of tiles of so many rows as a kernel takes, which do not end where chunks do: what chunks keep apart is
-said by the masks.
+Queries and keys are laid out as [B, N, T, H] and [B, K, S, H] for TPUs, as [B, N, H, T] and [B, K, H, S] for narrow
+heads there, and as [B, T, N, H] and [B, S, K, H] for GPUs. T and S are the padded rows of a shard, chunk after chunk.
+The tiles of masks have the kernels' size, and may span several chunks: then the masks keep chunks apart.
 """
 
 import abc
@@ -35,31 +34,31 @@ from ringjax._kernels.strides import Strides
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 
-LANES = 128  # rows of tiles are multiples of these
-# The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. More compute longer for what
-# is read, which the v6e with its many products needs.
+LANES = 128  # the number of rows of a tile is a multiple of this
+# The rows of tiles of queries and of keys, by the kind of a TPU; 512 each on others. Larger tiles compute longer for
+# each byte that is read, which the v6e needs, as its products are faster.
 ROWS_BY_KIND = {"v6": (1024, 512)}
-# A local branch lays out the rows of at least this many tokens at once, where rows are copied.
+# If rows are copied, a local branch lays out those of at least this many tokens at a time.
 GROUP_TOKENS = 8192
-MAX_TILE_ROWS = 1024  # a chip's memory holds all pairs of two such tiles
-# Of kinds with less memory, and the most bytes of a head there.
+MAX_TILE_ROWS = 1024  # VMEM holds all pairs of two tiles of this size
+# The same for TPUs with less memory, and the most bytes of a head's row there.
 MAX_TILE_ROWS_BY_KIND = {"v4": 512}
 MAX_HEAD_BYTES_BY_KIND = {"v4": 512}
-TOO_SMALL = "v2", "v3"  # the TPUs whose scalar memory has no room for a list of tiles
-# Heads on GPUs are made whole lines of shared memory wide; and registers have room for so much.
+TOO_SMALL = "v2", "v3"  # the TPUs whose scalar memory has no room for a block list
+# Heads on GPUs are padded to whole lines of shared memory; registers limit their width.
 LINE_WIDTH, MOST_WIDTH = 64, 128
-# The GPUs whose matrix units the kernels for GPUs use.
+# The GPUs with the matrix units that the kernels for GPUs use.
 HOPPER = "H100", "H200", "H800", "H20", "GH200"
-FIRST_JAX = 0, 12  # whose Pallas has what the kernels for GPUs use
-FIRST_PYTHON = 3, 12  # which that jax needs
-# What a tile of rows that are none is masked with, by the names of a mask's fields; zero for others.
+FIRST_JAX = 0, 12  # the first version whose Pallas has what the kernels for GPUs use
+FIRST_PYTHON = 3, 12  # the first version that this jax supports
+# The values in padding rows of a mask, by the names of its fields; zero for others.
 _NONE = {"first": EMPTY[0], "last": EMPTY[1], "label": -1}
 _PRECISIONS = None, "default", "highest", jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST
 
 
 @runtime_checkable
 class Kernels(Protocol):
-    """The kernels for one kind of devices; `tpu` says what each computes."""
+    """The kernels for one kind of devices; `tpu.kernels` says what each computes."""
 
     parts_of: Any
     forward: Any
@@ -69,12 +68,12 @@ class Kernels(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Mosaic(KernelImplementation):
-    """The implementation by kernels; `interpret` runs them anywhere, slowly, as Pallas takes it."""
+    """The implementation by kernels; `interpret` is that of Pallas, which runs them anywhere, slowly."""
 
     interpret: Any = False
 
-    dtypes: ClassVar[tuple[str, str]]  # those that it computes in
-    order: ClassVar[str]  # of dimensions, rows along the `rows_axis`
+    dtypes: ClassVar[tuple[str, str]]  # the dtypes that it computes in
+    order: ClassVar[str]  # of the dimensions of arrays; rows m are at `rows_axis`
     width_multiple: ClassVar[int] = 1  # heads are padded to a multiple of it
 
     @property
@@ -91,8 +90,8 @@ class Mosaic(KernelImplementation):
         """Returns the most rows of tiles of queries and of keys."""
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
-        """Returns the schedule with whole chunks, one after the other, and why the kernels cannot serve that."""
-        # Masks tell positions: the order of a balanced shard's halves does not matter to them.
+        """Returns the schedule in whole chunks, one after the other, and why the kernels cannot serve it."""
+        # Masks are made from positions, so zigzag halves may be in any order.
         whole = schedule.in_whole_chunks()
         schedule = dataclasses.replace(whole, tile_rows=self.tile_rows(request), sorts_halves=False)
         return schedule, self._obstacle(request)
@@ -107,7 +106,7 @@ class Mosaic(KernelImplementation):
         return request.obstacle_to_kernels()
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:
-        """Puts heads where the kernels have them."""
+        """Transposes rows to the kernels' layout."""
         del side, groups
         return rearrange(rows, f"B m N D -> {self.order}")
 
@@ -122,7 +121,7 @@ class Mosaic(KernelImplementation):
             mask = self._tile(mask, _tile_rows(padded)[0])
             return View(mask, bounds_of_queries(mask, 1), padded.documents is not None)
         mask = mask_keys(self._unfold(padded), are_chunks_apart=False)
-        # True for all padded rows that do not say otherwise: `_tile` adds rows with False.
+        # Explicit even if all rows are keys, because `_tile` adds padding rows, with False.
         is_key = jnp.ones_like(mask.position, bool)
         mask = mask._replace(is_key=is_key if mask.is_key is None else is_key & mask.is_key)
         mask = self._tile(mask, _tile_rows(padded)[1])
@@ -132,7 +131,7 @@ class Mosaic(KernelImplementation):
     def forward(
         self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: KernelPartial
     ) -> KernelPartial:
-        """Adds the attention of queries on keys to that on others, where there are any."""
+        """Adds the attention of queries on these keys to `partial`, that on others, if there are any."""
         mask, length = make_mask(step), query.shape[self.rows_axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (self._pad(array, of_keys) for array in keys)
@@ -147,7 +146,7 @@ class Mosaic(KernelImplementation):
         self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array | None
     ) -> KernelGradients:
         del queries, keys, zeros
-        # The others begin in the kernels: zeros would be arrays that these read.
+        # Kernels start the others themselves: zeros would be arrays that they read.
         return KernelGradients(**{**dict.fromkeys(KernelGradients._fields), **given})
 
     def backward(
@@ -159,7 +158,7 @@ class Mosaic(KernelImplementation):
         padded = Queries(*(self._pad(array, of_queries) for array in queries))
         key, value = (self._pad(array, of_keys) for array in keys)
         given = self._given(step, padded.query, key, value, mask, weighting)._replace(
-            out_grad=padded.out_grad.astype(padded.query.dtype),  # products are of arrays of one dtype
+            out_grad=padded.out_grad.astype(padded.query.dtype),  # both operands of a product have one dtype
             stats=Stats(self._by_heads(padded.lse), self._by_heads(padded.delta)),
         )
 
@@ -190,7 +189,7 @@ class Mosaic(KernelImplementation):
         return _tile(mask, most_rows, self.kernels.parts_of)
 
     def _pad(self, array: Array, of_mask: Array) -> Array:
-        """Adds rows of zeros, as many as masks of tiles have, and to heads the width that kernels want."""
+        """Pads an array with zeros: rows to those of the mask, and heads to a width that the kernels take."""
         ends = _ends(array, self.rows_axis, of_mask.shape[0] * of_mask.shape[-1])
         if array.ndim == 4:
             axis = width_axis(self.rows_axis)
@@ -201,7 +200,7 @@ class Mosaic(KernelImplementation):
         rows, axis = jax.lax.slice_in_dim(array, 0, length, axis=self.rows_axis), width_axis(self.rows_axis)
         return rows if like is None else jax.lax.slice_in_dim(rows, 0, like.shape[axis], axis=axis)
 
-    # Kernels have per-row values by heads, [B, N, T].
+    # Kernels take per-row values as [B, N, T].
 
     def _by_heads(self, values: Array) -> Array:
         return jnp.moveaxis(values, self.rows_axis, 2)
@@ -213,7 +212,7 @@ class Mosaic(KernelImplementation):
 class MosaicTpu(Mosaic):
     """The implementation by kernels for TPUs."""
 
-    # A TPU's registers have the last two dimensions.
+    # A TPU's registers hold the last two dimensions of an array.
     order, rows_axis = "B N m D", 2
     platform = "tpu"
     addition = "in place"
@@ -221,7 +220,7 @@ class MosaicTpu(Mosaic):
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels: to import Pallas takes longer than all of this package, and few devices need it."""
+        """The kernels, imported on use: importing Pallas takes longer than this package, and few devices need it."""
         from ringjax._kernels.tpu import kernels  # noqa: PLC0415
 
         return kernels
@@ -241,7 +240,7 @@ class MosaicTpu(Mosaic):
         return None
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
-        """Returns the schedule also in groups of segments: rows are copied one group at a time."""
+        """Returns the schedule in groups of segments as well, so that rows are copied one group at a time."""
         schedule, reason = super().serve(request, schedule)
         return schedule.in_groups(GROUP_TOKENS), reason
 
@@ -254,16 +253,16 @@ class MosaicTpu(Mosaic):
 
 
 class NarrowMosaicTpu(MosaicTpu):
-    """The same for heads that fill no whole registers: their rows are last, which do.
+    """The same for heads that do not fill whole registers: rows are the last dimension instead, and fill them.
 
-    A TPU pads the last dimension of an array to 128: it would have heads of 64 twice, in memory and on their way.
+    A TPU pads the last dimension of an array to 128: heads of width 64 would take twice the memory and the bandwidth.
     """
 
     order, rows_axis = "B N D m", -1
 
     @property
     def strides(self) -> Strides:
-        """How it takes one of r tokens for each head."""
+        """How it takes and puts every r-th token of each head."""
         from ringjax._kernels.tpu.strides import TpuStrides  # noqa: PLC0415
 
         return TpuStrides(self.interpret)
@@ -277,14 +276,14 @@ class NarrowMosaicTpu(MosaicTpu):
 
 
 def _of_kind(table: dict[str, Any], request: Request, usual: Any) -> Any:
-    """Returns what a table says of the kind of the devices, or what is usual."""
+    """Returns the entry of a table for the kind of the devices, or else `usual`."""
     return next((entry for part, entry in table.items() if part in request.device_kind), usual)
 
 
 class MosaicGpu(Mosaic):
     """The implementation by kernels for Hopper GPUs."""
 
-    # Rows stay where they are: a GPU copies those of one head from among all.
+    # As in the caller's arrays: GPU copies can select the rows of one head from those of all.
     order, rows_axis = "B m N D", 1
     addition = "at once"
     platform = "cuda"
@@ -293,7 +292,7 @@ class MosaicGpu(Mosaic):
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels, which no other devices need to be able to import."""
+        """The kernels, imported on use: with other devices the import may fail."""
         from ringjax._kernels.hopper import kernels  # noqa: PLC0415
 
         return kernels
@@ -327,7 +326,7 @@ def _tile_rows(padded: PaddedRows) -> tuple[int, int]:
 
 
 def _tile(mask: Any, most_rows: int, parts_of: Callable[[int], tuple[int, ...]]) -> Any:
-    """Cuts masks of chunks [J, A, C, O, R], or [J, B, C, K, G, R], into tiles, the last with rows that are none."""
+    """Cuts masks of chunks [J, A, C, O, R], or [J, B, C, K, G, R], into tiles, and pads the last ones."""
 
     def cut(path: Any, array: Array) -> Array:
         rows = jnp.moveaxis(array, (0, 2), (-3, -2))
@@ -348,10 +347,10 @@ def _ends(array: Array, axis: int, size: int) -> list[tuple[int, int]]:
 
 
 def _tiles(length: int, most_rows: int, parts_of: Callable[[int], tuple[int, ...]]) -> tuple[int, int]:
-    """Returns how many tiles there are of so many rows, and the rows of one: whole registers, and whole steps."""
+    """Returns the number of tiles, a multiple of the tiles of a step, and the rows of each, a multiple of registers."""
     least = -(-length // most_rows)
     rows = -(-length // (least * LANES)) * LANES
     count = -(-length // rows)
-    # Steps of several tiles, where that adds a quarter at most.
+    # Steps have the most tiles with which padding adds at most a quarter.
     parts = next(parts for parts in parts_of(rows) if 4 * (-(-count // parts) * parts) <= 5 * count)
     return -(-count // parts) * parts, rows

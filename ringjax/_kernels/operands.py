@@ -1,7 +1,7 @@
-"""What a kernel reads and writes, tile by tile: arrays of heads, masks of rows, and where each is for two tiles.
+"""What a kernel reads and writes, tile by tile: arrays of heads and masks, with the index of each for two tiles.
 
 Letters: B batch, K key/value heads, N query heads, G of them for each key/value head; masks are tiled as in
-`_kernels.mask`, with one chunk. Tiles of one side stay, while those of the other side come by.
+`_kernels.mask`, with one chunk. The tiles of one side are stationary, those of the other side are streamed.
 """
 
 import math
@@ -17,9 +17,9 @@ from ringjax._kernels.mask import BlockMask, Mask
 from ringjax._kernels.softmax import Weighting
 
 QUERIES, KEYS = 0, 1  # the sides
-_LAST = 3  # the axis of rows behind their width
-LOG2E = 1 / math.log(2)  # kernels take powers of two
-# What a maximum begins with: finite, so that a row which has met no key yet subtracts it from minus infinity.
+_LAST = 3  # the axis of rows if it comes after their width
+LOG2E = 1 / math.log(2)  # kernels compute powers of two
+# The initial maximum of a row: finite, so that subtracting it from a score of minus infinity gives no NaN.
 LEAST = -0.7 * float(np.finfo(np.float32).max)
 
 
@@ -31,11 +31,10 @@ class Stats(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What meets: rows of queries and of keys, laid out in tiles, and their mask; the last two for gradients alone.
+    """The inputs of a kernel: laid-out queries, keys and values, and their mask; the last two only for gradients.
 
-    Rows follow each other along the `rows_axis`: heads are before them, [B, N, T, H], or behind, [B, T, N, H], or rows
-    are last, [B, N, H, T]. `interpret` says how Pallas interprets kernels, if it does. Results are of the
-    `result_dtype`, but for the lse.
+    The `rows_axis` is that of T in [B, N, T, H], [B, T, N, H] or [B, N, H, T]. `interpret` is that of Pallas. Results
+    have the `result_dtype`, except the lse.
     """
 
     query: Float[Array, "B _ _ _"]
@@ -55,9 +54,10 @@ class Given(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call: `rows` are those of the tiles of each side, `parts` the tiles of a side in one step.
+    """The sizes of a call: for each side, the `rows` of a tile, and the tiles in one step, its `parts`.
 
-    There are so many `lists` of active blocks. Where `rows_last`, the rows of arrays are behind their width.
+    `lists` is the number of lists of active blocks, `stationary` the stationary side. If `rows_last`, the rows of
+    arrays come after their width.
     """
 
     batch: int
@@ -71,18 +71,18 @@ class Sizes(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The heads of queries and of keys, in all batches."""
+        """The number of heads of queries and of keys, in all batches."""
         return self.batch * self.kv_heads * self.groups, self.batch * self.kv_heads
 
     def place(self, head: Any, group: Any, stationary: Any, streamed: Any) -> "Place":
-        """Returns where a head of the side that stays is, in the group of a head of keys, and two tiles."""
+        """Returns the place of a stationary head and two tiles; for a head of keys, `group` selects the query head."""
         if self.stationary == QUERIES:
             return Place((head, jax.lax.div(head, np.int32(self.groups))), (stationary, streamed))
         return Place((head * self.groups + group, head), (streamed, stationary))
 
 
 class Place(NamedTuple):
-    """Where a kernel is: the number of the head on each side, and of the tiles."""
+    """What a kernel works on: the numbers of the head and the tile of each side."""
 
     heads: tuple[Any, Any]
     tiles: tuple[Any, Any]
@@ -91,8 +91,9 @@ class Place(NamedTuple):
 class KernelOperand(NamedTuple):
     """An array that kernels read or write tile by tile.
 
-    It is [heads, rows, width], [B, rows, heads, width], or [any, width, rows] with `rows_last`: so are per-row values,
-    whose width is one. `number(place)` says which one of all heads a place is in, or of the first dimension.
+    It is [heads, rows, width], [B, rows, heads, width], or, with `rows_last`, [any, width, rows], as per-row values
+    are, with width one. `number(place)` is the number of a place's head among all heads, or its index of the first
+    dimension.
     """
 
     array: Any
@@ -119,8 +120,8 @@ class KernelOperand(NamedTuple):
 class KernelCall(NamedTuple):
     """A kernel, and what it reads and writes.
 
-    `results` are shapes, or the arrays that it adds to; `operations` those of a pair of a query and a key. So many
-    `parts`, tiles, come by in one step; `scratch` is what the kernel keeps.
+    `results` are shapes, or the arrays to add to. `operations` counts those for a pair of a query and a key. `parts` is
+    the number of streamed tiles in one step, `scratch` the memory that the kernel keeps between steps.
     """
 
     name: str
@@ -139,12 +140,12 @@ class KernelCall(NamedTuple):
 
     @property
     def varying(self) -> Any:
-        """Along which axes of a mesh the results vary: as the queries do, and no mask along more."""
+        """The mesh axes along which the results vary: those of the queries, as masks vary along no others."""
         return jax.typeof(self.queries[0]).manual_axis_type
 
     @property
     def blocks(self) -> BlockMask:
-        """Which blocks are active, by the tiles that stay."""
+        """The block mask, with a row for each stationary tile."""
         return self.mask.blocks if self.stationary == QUERIES else self.mask.blocks.transposed()
 
     @property
@@ -164,11 +165,11 @@ class KernelCall(NamedTuple):
         return queries, keys
 
     def outs(self) -> list[KernelOperand]:
-        """Returns what it writes."""
+        """Returns the operands that it writes."""
         return [self._of_heads(shape, self.stationary) for shape in self.results]
 
     def operands(self) -> tuple[Any, ...]:
-        """Returns what it reads, in trees: the masks of both sides, queries, keys, stats, and what is added to."""
+        """Returns those that it reads, in trees: masks of both sides, queries, keys, stats, and arrays to add to."""
         of_side = lambda arrays, side: tuple(self._of_heads(array, side) for array in arrays)
         return (
             _masks(self.mask, self.sizes),
@@ -179,18 +180,18 @@ class KernelCall(NamedTuple):
         )
 
     def take_back(self, found: list[Array]) -> list[Array]:
-        """Returns results in the shapes and dtypes that were asked for."""
+        """Returns arrays in the shapes and dtypes of `results`."""
         return [array.reshape(one.shape).astype(one.dtype) for array, one in zip(found, self.results, strict=True)]
 
     def cost(self, arrays: list[Any]) -> dict[str, int]:
-        """Returns what compilers, who see none of it, take the kernel for, as `pl.CostEstimate` has it: all pairs."""
+        """Returns the arguments of `pl.CostEstimate`, for all pairs: compilers cannot see what a kernel does."""
         heads, _ = self.sizes.heads
         pairs = heads * math.prod(of_side[0].shape[self.rows_axis] for of_side in (self.queries, self.keys))
         num_bytes = sum(array.size * array.dtype.itemsize for array in arrays)
         return {"flops": pairs * self.operations, "transcendentals": pairs, "bytes_accessed": num_bytes}
 
     def _of_heads(self, array: Any, side: int) -> KernelOperand:
-        """An array of rows with a width, or of per-row values [B, heads, rows]; or its shape."""
+        """Returns the operand of an array or a shape: of rows with a width, or of per-row values [B, heads, rows]."""
         is_of_numbers, shape = len(array.shape) == 3, array.shape
         if is_of_numbers or self.rows_axis > 1:
             shape = (math.prod(shape[:2]), *([1] if is_of_numbers else []), *shape[2:])
@@ -199,7 +200,7 @@ class KernelCall(NamedTuple):
 
 
 def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
-    """Returns the call of a kernel for the output and the lse, given those of other keys `before`."""
+    """Returns the call of a kernel for the output and the lse, which starts from those of other keys, `before`."""
     query, width = given.query, given.width(given.value)
     batch, heads, rows = (query.shape[axis] for axis in (0, _heads_axis(given.rows_axis), given.rows_axis))
     shape = list(query.shape)
@@ -214,9 +215,9 @@ def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) ->
 
 
 def gradient_call(kernel: Any, given: Given, stationary: int, before: tuple[Array, ...] | None) -> KernelCall:
-    """Returns the call of a kernel for the gradient of queries, or those of keys and values: whichever stay.
+    """Returns the call of a kernel for the gradients of the stationary side: of queries, or of keys and values.
 
-    They are added to what is `before`.
+    They are added to the gradients `before`.
     """
     query, keys = given.query, (given.key, given.value)
     of_stays = (query,) if stationary == QUERIES else keys
@@ -243,7 +244,7 @@ def flatten(given: Any) -> tuple[list[KernelOperand], Any]:
 
 
 def _of_mask(array: Array, side: int, sizes: Sizes) -> KernelOperand:
-    """An array of a mask [I, A, 1, O, R], or of streams [I, B, 1, K, G, R]."""
+    """Returns the operand of an array of a mask [I, A, 1, O, R], or of streams [I, B, 1, K, G, R]."""
     tiles, batches, _, heads, *_, rows = array.shape
     flat = jnp.moveaxis(array, 0, -2).reshape(-1, 1, tiles * rows)  # [A * O, 1, I * R]
     if array.ndim > 5:

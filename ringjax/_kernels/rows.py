@@ -1,7 +1,7 @@
 """The rows of a branch: from a shard's tokens to the padded rows of its schedule, and back.
 
-B batch, n tokens of the shard, m padded rows of all its chunks, M with those of full tiles, N heads that run the
-branch, of queries or of keys, O those of them that are told apart: 1 where all are of one class, else N.
+B batch, n tokens of the shard, m padded rows of all its chunks, M those of whole tiles, N heads of queries or of keys
+that run the branch, O is 1 if all of these are of one class, else N.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from ringjax._schedule.side import Side
 
 
 class BranchHeads(NamedTuple):
-    """The heads of a shard that run a branch: `size` of them, from its own number `first` on.
+    """The heads of a shard that run a branch: `size` of them, from the shard's head number `first` on.
 
-    Heads are of one class whose rows have the same offsets, in this branch and in earlier ones whose pairs it leaves
-    out. Where shards have different numbers of heads in the branch, `is_member` says which of these are. Classes are
-    NumPy's where all shards have the same heads.
+    The heads of a class have the same offsets, in this branch and in the earlier ones whose pairs it leaves out. If
+    shards have different numbers of heads in the branch, `is_member` says which of the `size` heads run it. `classes`
+    is a NumPy array if all shards have the same heads.
     """
 
     first: Any
@@ -33,7 +33,7 @@ class BranchHeads(NamedTuple):
     is_member: Bool[Array, "N"] | None = None
 
     def cut(self, array: Shaped[Array, "B n all D"]) -> Shaped[Array, "B n N D"]:
-        """Returns the part of an array that these heads are."""
+        """Returns the part of an array that belongs to these heads."""
         if self.size == array.shape[2]:
             return array
         return jax.lax.dynamic_slice_in_dim(array, self.first, self.size, axis=2)
@@ -45,22 +45,22 @@ class BranchHeads(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(array, part, self.first, axis=2)
 
     def in_groups(self, groups: int) -> "BranchHeads":
-        """Returns the query heads, so many of each."""
+        """Returns the query heads of these key/value heads, `groups` of each."""
         repeat = lambda array: np.repeat(array, groups) if isinstance(array, np.ndarray) else jnp.repeat(array, groups)
         is_member = None if self.is_member is None else repeat(self.is_member)
         classes = self.classes if self.classes.size == 1 else repeat(self.classes)
         return self._replace(first=self.first * groups, size=self.size * groups, classes=classes, is_member=is_member)
 
     def of_heads(self, array: Shaped[Array, "all *rest"]) -> Shaped[Array, "N *rest"]:
-        """Returns what an array of all heads says of these."""
+        """Returns the entries of these heads in an array of all heads."""
         return jax.lax.dynamic_slice_in_dim(array, self.first, self.size)
 
 
 class Rows(NamedTuple):
     """The rows that the heads of one shard keep on one side of a branch.
 
-    `is_whole` says that no axis of the mesh cuts the shard's batches and heads further, as the compiler chooses. Where
-    rows are `already_taken`, tokens are these rows, and only documents are of all tokens.
+    If `is_whole`, the compiler does not shard the batches and heads of the shard along more mesh axes. If rows are
+    `already_taken`, the tokens are these rows, and only documents have all tokens.
     """
 
     schedule: BranchSchedule
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
         return self._replace(heads=self.heads.in_groups(groups))
 
     def of_classes(self) -> "Rows":
-        """Returns the rows of all classes on the mesh, the same wherever heads are, so that no axis has to reduce."""
+        """Returns the rows of all classes on the mesh: the same on all shards of heads, so no axis has to reduce."""
         classes, is_member = np.arange(self.heads.offsets.size, dtype=np.int32), self.heads.is_member
         is_any = None if is_member is None else is_member.any()[None]
         return self._replace(heads=self.heads._replace(classes=classes, is_member=is_any), already_taken=False)
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
         return self._replace(schedule=self.schedule.of_group(), side=self.side.of_group(), shard=shard)
 
     def take(self, tokens: Shaped[Array, "B n N D"]) -> Shaped[Array, "B m N D"]:
-        """Takes the kept rows of the shard's tokens; rows of padding are junk."""
+        """Takes the kept rows of the shard's tokens; padding rows have arbitrary values."""
         side = self.side
         if self.already_taken:
             return tokens
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
         rows: Shaped[Array, "B m N D"],
         combine: Combine = put,
     ) -> Shaped[Array, "B n N D"]:
-        """Returns the shard's tokens with the kept rows in their places, or what is made of both."""
+        """Returns the shard's tokens, with each kept one replaced by `combine(token, row)`."""
         side = self.side
         if self.already_taken:
             return combine(tokens, rows)
@@ -162,7 +162,7 @@ class Rows(NamedTuple):
     def spread(self, rows: Shaped[Array, "B m N D"], fill: float) -> Shaped[Array, "B n N D"]:
         """Returns tokens with the rows of a dense branch in their places, and `fill` elsewhere.
 
-        Selected, so that what is made of it reads each row once and keeps no tokens.
+        This is a selection, which fuses into its uses: these read each row once, and no array of tokens is kept.
         """
         if self.already_taken:
             return rows
@@ -171,7 +171,7 @@ class Rows(NamedTuple):
 
 
 def _resize(rows: Shaped[Array, "B m N D"], chunks: int, new_chunks: int, num_rows: int) -> Shaped[Array, "B M N D"]:
-    """Gives rows so many chunks, and each of them so many rows: those of padding are added or removed at the ends."""
+    """Returns `new_chunks` chunks of `num_rows` rows: adds or removes padding at the ends of chunks and of all."""
     missing = new_chunks - chunks, num_rows - rows.shape[1] // chunks
     if missing == (0, 0):
         return rows
@@ -181,7 +181,7 @@ def _resize(rows: Shaped[Array, "B m N D"], chunks: int, new_chunks: int, num_ro
 
 
 def pick(array: np.ndarray, index: Any, axis: int = 0) -> Any:
-    """Returns the entries of a table with these numbers, a NumPy array if these are known beforehand."""
+    """Returns the entries of a table at an index, as a NumPy array if the index is one."""
     if isinstance(index, np.ndarray):
         return array.take(index, axis)
     return jnp.take(array, index, axis, mode="clip")
@@ -189,10 +189,10 @@ def pick(array: np.ndarray, index: Any, axis: int = 0) -> Any:
 
 def naturals(stop: int) -> UInt[Array, "stop"]:
     """Returns the numbers below `stop`."""
-    # Unsigned: there division and remainder are one instruction each, without the cases of a negative sign.
+    # Unsigned, so that division and remainder are one instruction each, without a case for negative numbers.
     return jnp.arange(stop, dtype=jnp.uint32)
 
 
 def _take(array: Shaped[Array, "B m N D"], index: Integer[Array, "M O"]) -> Shaped[Array, "B M N D"]:
-    # One gather of whole vectors for each head: along a sharded head axis it stays local.
+    # Gathers whole vectors for each head, so that it stays local along a sharded head axis.
     return jnp.take_along_axis(array, index[None, :, :, None], axis=1, mode="promise_in_bounds")

@@ -13,7 +13,7 @@ _MOST = jnp.iinfo(jnp.int32).max
 
 
 class Sequences(NamedTuple):
-    """Rows that follow each other: the first, and how many they are, zero for a sequence of none."""
+    """Consecutive rows: the first one and the number of rows of each sequence, zero for an empty one."""
 
     start: Int[Array, "B M"]
     length: Int[Array, "B M"]
@@ -32,11 +32,11 @@ class Sequences(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """The segment and the document of each row, both -1 for a row that is none, or is in no document.
+    """The segment and the document of each row, both -1 for padding rows and rows without a document.
 
-    Rows attend to each other where both are the same. Along the tokens of a sequence neither decreases, so rows with
-    the same labels follow each other, and rows of two chunks have one pair of labels in common at most: those of the
-    last rows of the one, which are those of the first rows of the other.
+    Rows attend to each other if both labels are equal. Neither decreases along the tokens. So rows with the same labels
+    are consecutive, and two chunks have at most one pair of labels in common: that of the last rows of one chunk and of
+    the first rows of the other.
     """
 
     segment: Int[Array, "B R"]
@@ -70,22 +70,22 @@ class Labels(NamedTuple):
 
     @property
     def least(self) -> "Labels":
-        """The least labels of any row, [B, 1]."""
+        """The least segment and the least document of all rows, [B, 1]."""
         return Labels(*(jnp.where(self.is_row, array, _MOST).min(axis=1, keepdims=True) for array in self))
 
 
 class SequenceNumbers(NamedTuple):
-    """Twice the number of the sequence that each row is in, odd where a row is in none: it does not decrease."""
+    """Twice the number of each row's sequence, plus one if the row is in none: it does not decrease along rows."""
 
     number: Int[Array, "B R"]
 
     @property
     def most(self) -> Int[Array, ""]:
-        """The most sequences of any batch."""
+        """The largest number of sequences in a batch."""
         return (self.number.max() + 2) // 2
 
     def sequences(self, first: Int[Array, ""], size: int) -> Sequences:
-        """Returns so many sequences, from number `first` on."""
+        """Returns `size` sequences, from number `first` on."""
         wanted = 2 * (first + jnp.arange(size, dtype=jnp.int32))
         find = lambda side: jax.vmap(lambda row: jnp.searchsorted(row, wanted, side=side, method="compare_all"))
         start, stop = (find(side)(self.number).astype(jnp.int32) for side in ("left", "right"))
@@ -99,7 +99,7 @@ def find_sequences(labels: Labels) -> SequenceNumbers:
 
 
 def find_shared(queries: Labels, keys: Labels) -> tuple[Sequences, Sequences]:
-    """Returns the rows of two chunks of other tokens that attend to each other: a sequence of each, or none."""
+    """Returns the rows of two different chunks that attend to each other: a sequence of each, maybe empty."""
     common = Labels(*map(jnp.maximum, queries.least, keys.least))
     rows = [(side.segment == common.segment) & (side.document == common.document) for side in (queries, keys)]
     is_shared = rows[0].any(axis=1, keepdims=True) & rows[1].any(axis=1, keepdims=True)
@@ -112,7 +112,7 @@ def _sequence_of(rows: Bool[Array, "B R"], is_shared: Bool[Array, "B 1"]) -> Seq
 
 
 def are_apart(queries: Labels, keys: Labels) -> Bool[Array, "B"]:
-    """Returns whether the documents of one chunk do not come before those of the other, but for a common one."""
+    """Returns whether the ranges of documents of two chunks overlap in at most one document."""
     (least, most), (least_key, most_key) = (
         (labels.least.document[:, 0], labels.document.max(axis=1)) for labels in (queries, keys)
     )

@@ -1,6 +1,7 @@
 """The softmax that all implementations share: its weights, the merging of partial results, and its derivative.
 
-Knows no tiles. Letters: B batch, N query heads, K key/value heads, H width of queries and keys, V width of values.
+Independent of
+tiles. Letters: B batch, N query heads, K key/value heads, H width of queries and keys, V width of values.
 """
 
 import functools
@@ -23,23 +24,23 @@ class Weighting(NamedTuple):
 
     @property
     def logit_scale(self) -> float:
-        """What scores are multiplied with to be logits."""
+        """The factor that turns scores into logits."""
         return self.logits_soft_cap or self.scale
 
     def scores(self, product: Array) -> Array:
-        """Returns the logits of products but for their positive `logit_scale`, which waits for passes made anyway."""
+        """Returns logits without their positive factor `logit_scale`, which callers apply in passes made anyway."""
         if self.logits_soft_cap is None:
             return product
         return jnp.tanh(product * (self.scale / self.logits_soft_cap))
 
     @property
     def kept_scale(self) -> float:
-        """What weights that are not dropped are multiplied with, so that their mean stays."""
+        """The factor of weights that are not dropped, which preserves their mean."""
         return 1 / (1 - self.dropout_rate)
 
 
 def with_positive_scale(array: Array, scale: Any) -> tuple[Array, float]:
-    """Returns queries or keys and the scale of their products, which is positive from here on: they take its sign."""
+    """Returns queries or keys times the sign of the scale, and the scale of their products without it, positive."""
     scale = 1 / math.sqrt(array.shape[-1]) if scale is None else float(scale)
     return (array, scale) if scale > 0 else (array * np.sign(scale).astype(array.dtype), abs(scale) or 1.0)
 
@@ -66,25 +67,25 @@ def accumulation_dtype(*arrays: Any) -> jnp.dtype:
 
 
 def shift_of(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Returns what logits are shifted by: their maximum, or 0 for a row without any, which keeps -inf - -inf out."""
+    """Returns the shift of logits: their maximum, or 0 for a row without any, which avoids -inf - -inf."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
 def divisor_of(denominator: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Returns what numerators are divided by: their denominator, or 1 for a row that attends to nothing."""
+    """Returns the divisor of numerators: their denominator, or 1 for a row that attends to nothing."""
     return jnp.where(denominator == 0, 1, denominator)
 
 
 def merge(
     outs: Sequence[Float[Array, "*rows V"]], lses: Sequence[Float[Array, "*rows"]]
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """Returns the output and the lse of the softmax over the keys of partial results, each key of each counted."""
+    """Returns the output and the lse of the softmax over the keys of all partial results, duplicates included."""
     shares, lse = find_shares(lses)
     return add_shares(outs, [share[..., None] for share in shares]), lse
 
 
 def find_shares(lses: Sequence[Float[Array, "*rows"]]) -> tuple[list[Float[Array, "*rows"]], Float[Array, "*rows"]]:
-    """Returns the share of each partial result in the softmax over the keys of all, and the lse of that."""
+    """Returns the share of each partial result in the softmax over the keys of all, and its lse."""
     maximum = functools.reduce(jnp.maximum, lses)
     shift = shift_of(maximum)
     weights = [jnp.exp(lse - shift) for lse in lses]
@@ -93,7 +94,7 @@ def find_shares(lses: Sequence[Float[Array, "*rows"]]) -> tuple[list[Float[Array
 
 
 def add_shares(outs: Sequence[Array], shares: Sequence[Array]) -> Array:
-    """Returns the sum of outputs, each of which has its share; a share has the width one."""
+    """Returns the sum of outputs, each times its share; a share has width one."""
     return functools.reduce(jnp.add, (out * share for out, share in zip(outs, shares, strict=True)))
 
 
@@ -105,13 +106,12 @@ def add_shares(outs: Sequence[Array], shares: Sequence[Array]) -> Array:
 #     dS_ts = P_ts (dP_ts - sum_u P_tu dP_tu) + P_ts l_t  the softmax's Jacobian, and dL/dS = P
 #           = P_ts (dP_ts - delta_t),                    delta_t = g_t . out_t - l_t
 #     dq_t = scale sum_s dS_ts k_s,   dk_s = scale sum_t dS_ts q_t
-#
 # because sum_u P_tu dP_tu = g_t . sum_u P_tu v_u = g_t . out_t. Each term needs one pair (t, s) and the row's own L and
-# delta: the sums may be cut over branches, tiles and devices in any way, and a pair of two branches counts twice.
+# delta: the sums may be split over branches, tiles and devices in any way, and a pair in two branches counts twice.
 #
 # Dropout multiplies P_ts in out with m_ts, 0 or 1 / (1 - rate), and leaves L as it is: dv_s = sum_t m_ts P_ts g_t and
-# dP_ts = m_ts g_t . v_s, and the rest stands. A cap c makes of the logits x_ts the S_ts = c u with u = tanh(x_ts / c):
-# then dx_ts = dS_ts (1 - u^2) takes the place of dS_ts in dq and dk.
+# dP_ts = m_ts g_t . v_s, and the rest is unchanged. A cap c turns logits x_ts into S_ts = c u with u = tanh(x_ts / c):
+# then dx_ts = dS_ts (1 - u^2) replaces dS_ts in dq and dk.
 
 
 def residuals(

@@ -1,6 +1,6 @@
-"""One of r tokens for each head: how it is taken, put in its place, and sorted by which of them it is.
+"""Every r-th token of each head: how these are taken and put back, and how all tokens are sorted by phase.
 
-B batch, n tokens, r the rate, m = n / r, N heads, O their offsets: 1 where all have the same, else N.
+B batch, n tokens, r the rate, m = n / r, N heads, O their offsets: 1 if all have the same, else N.
 """
 
 import functools
@@ -16,24 +16,24 @@ Combine = Callable[[Array, Array], Array]
 
 
 def put(token: Array, row: Array) -> Array:
-    """Puts a row in the place of its token."""
+    """Returns the row, which replaces its token."""
     del token
     return row
 
 
 def combined_dtype(tokens: Array, rows: Array, combine: Combine = put) -> jnp.dtype:
-    """Returns the dtype of what is made of tokens and rows."""
+    """Returns the dtype of `combine(tokens, rows)`."""
     of = lambda array: jax.ShapeDtypeStruct((), array.dtype)
     return jax.eval_shape(combine, of(tokens), of(rows)).dtype
 
 
 class Strides:
-    """What XLA does best, by platforms."""
+    """The fastest operations of XLA for each platform."""
 
     def take(
         self, tokens: Shaped[Array, "B n N D"], rate: int, offset: UInt[Array | np.ndarray, "O"], is_whole: bool
     ) -> Shaped[Array, "B m N D"]:
-        """Returns the token number `offset` of each r; `is_whole` as `Rows` has it."""
+        """Returns token number `offset` of every r tokens; `is_whole` is that of `Rows`."""
         by_platform = {"cpu": take_slices, "default": take_selected} | ({"cuda": take_vectors} if is_whole else {})
         by_platform = {
             platform: functools.partial(function, offset=offset) for platform, function in by_platform.items()
@@ -48,18 +48,18 @@ class Strides:
         offset: UInt[Array | np.ndarray, "O"],
         combine: Combine,
     ) -> Shaped[Array, "B n N D"]:
-        """Replaces the token number `offset` of each r by what is made of both."""
+        """Replaces token number `offset` of every r tokens by `combine(token, row)`."""
         by_platform = {"cpu": put_slices, "tpu": put_in_one_pass, "default": put_selected}
         more = {"offset": offset, "combine": combine}
         by_platform = {name: functools.partial(function, **more) for name, function in by_platform.items()}
         return jax.lax.platform_dependent(_split(tokens, rate), rows, **by_platform).reshape(tokens.shape)
 
     def sort(self, tokens: Shaped[Array, "B n N D"], rate: int) -> Shaped[Array, "B n N D"]:
-        """Returns the tokens that are the first of each r, then those that are the second, and so on."""
+        """Returns the tokens sorted by phase: the first of every r tokens, then the second, and so on."""
         return rearrange(tokens, "B (m r) ... -> B (r m) ...", r=rate)
 
     def put_sorted(self, tokens: Array, rows: Array, rate: int, combine: Combine) -> Shaped[Array, "B n N D"]:
-        """Replaces each token by what is made of it and of its row among those that are sorted."""
+        """Replaces each token by `combine(token, row)`, given rows sorted by phase."""
         return combine(tokens, rearrange(rows, "B (r m) ... -> B (m r) ...", r=rate))
 
 
@@ -67,10 +67,9 @@ def _split(tokens: Shaped[Array, "B n N D"], rate: int) -> Shaped[Array, "B m r 
     return rearrange(tokens, "B (m r) ... -> B m r ...", r=rate)
 
 
-# CPUs copy one slice for each head of a batch of heads, in one piece, and touch none of the other tokens. GPUs gather
-# single vectors, which touches no others either, but needs all dimensions before in one: only where no compiler shards
-# them. Elsewhere, and where one does, gathers and scatters would transpose all of their operand, and a selection is one
-# fused pass.
+# CPUs copy one slice for each head, with heads as a batch dimension, and touch no other tokens. GPUs gather single
+# vectors, which touches no others either, but needs all other dimensions flattened: only if the compiler does not shard
+# them. Otherwise gathers and scatters would transpose their whole operand, while a selection is one fused pass.
 
 
 def take_selected(split: Shaped[Array, "B m r N D"], offset: UInt[Array | np.ndarray, "O"]) -> Shaped[Array, "B m N D"]:
@@ -94,15 +93,15 @@ def put_in_one_pass(
     offset: UInt[Array | np.ndarray, "O"],
     combine: Combine,
 ) -> Shaped[Array, "B m r N D"]:
-    """Does what `put_selected` does, and nothing of what follows moves into the pass.
+    """Does what `put_selected` does, with a barrier that keeps later operations out of the fused pass.
 
-    Else a TPU's compiler makes an array of each row r times before it.
+    Otherwise XLA:TPU makes an array with each row r times before the pass.
     """
     return jax.lax.optimization_barrier(put_selected(split, rows, offset, combine))
 
 
 def is_offset(rate: int, offset: UInt[Array | np.ndarray, "O"]) -> Bool[Array | np.ndarray, "rate O 1"]:
-    """Returns which token of each r every offset is."""
+    """Returns a mask of r tokens for each offset, true for the token at the offset."""
     return (np.arange(rate, dtype=np.uint32)[:, None] == offset)[..., None]
 
 

@@ -1,4 +1,4 @@
-"""The sub-blocks of a step: rows of two chunks whose mask a fused kernel can express.
+"""The sub-blocks of a step: ranges of rows of two chunks, with a mask that a fused kernel can express.
 
 B batch, with the chunks in it; R rows of a chunk.
 """
@@ -19,11 +19,11 @@ from ringjax._schedule.schedule import BranchSchedule
 
 
 class Pairs(NamedTuple):
-    """Which rows of queries attend to which rows of keys: all, or those up to the diagonal where it `is_causal`.
+    """Which rows of queries attend to which rows of keys: to all, or, if `is_causal`, to those up to the diagonal.
 
-    With a `window`, only that many, the nearest. With `sequences`, only rows that are in the sequence of the same
-    number on both sides, and the diagonal begins at the first rows of these two sequences. Rows outside of all
-    sequences attend to none.
+    With a `window`, only to the nearest ones, that many. With `sequences`, only to rows in the sequence of the same
+    number on the other side, and the diagonal begins at the first rows of these two sequences. Rows outside of all
+    sequences attend to nothing.
     """
 
     is_causal: bool = False
@@ -32,10 +32,10 @@ class Pairs(NamedTuple):
 
 
 class ChunkView(NamedTuple):
-    """What is seen of a side: the order of the shard, the place of its rows among its chunks' rows, and their labels.
+    """One side of a step: the order of its shard, the place of its rows in their chunks, and their labels.
 
-    The order is smaller where the first rows that a shard computes are earlier. Labels are None where all rows that
-    meet attend.
+    The order is smaller if the first row that a shard computes is earlier. Labels are None if attention does not depend
+    on segments or documents.
     """
 
     order: Any
@@ -43,13 +43,13 @@ class ChunkView(NamedTuple):
     labels: Labels | None
 
     def of_batch(self, size: int) -> "ChunkView":
-        """Returns the view of so many batches and chunks: labels may be the same for all batches."""
+        """Returns the view of `size` batches times chunks; labels that are the same for all batches are repeated."""
         spread = lambda array: jnp.tile(array, (size // array.shape[0], 1))
         return self._replace(labels=jax.tree.map(spread, self.labels))
 
 
 def see(padded: PaddedRows) -> ChunkView:
-    """Returns what is seen of the padded rows of a shard."""
+    """Returns the view of the padded rows of a shard."""
     side, schedule = padded.side, padded.schedule
     holder, row = schedule.origin(padded.shards[0], 0)
     begin, size = side.begin // side.step, side.num_padded_rows // side.num_chunks
@@ -63,7 +63,7 @@ def window_of(schedule: BranchSchedule) -> int | None:
 
 
 def has_sequences(schedule: BranchSchedule, has_documents: bool) -> bool:
-    """Whether not all rows that meet attend to each other, but those of sequences."""
+    """Returns whether rows of a step attend only within sequences."""
     return schedule.branch.is_by_group and (has_documents or not schedule.is_dense)
 
 
@@ -82,10 +82,10 @@ def _labels(padded: PaddedRows) -> Labels:
 
 
 class SubBlock(NamedTuple):
-    """Some rows of queries and of keys that meet, and which of them attend to each other.
+    """A range of queries and a range of keys, and which of these rows attend to each other.
 
-    All do, or those up to the diagonal where it `is_causal`, in a `window` if there is one. Where rows have `labels`,
-    only rows with the same labels do. Where it `is_reversed`, those up to the diagonal do, of rows in reversed order.
+    All do, or, if `is_causal`, those up to the diagonal, in a `window` if there is one. If rows have `labels`, only
+    rows with the same labels do. If `is_reversed`, those up to the diagonal do after the order of rows is reversed.
     `is_same` says that both sides are the same rows.
     """
 
@@ -99,17 +99,17 @@ class SubBlock(NamedTuple):
 
     @property
     def is_promised(self) -> Any:
-        """Whether labels tell which rows attend to each other; else these have not been as they should."""
+        """Whether documents are in order, as promised: otherwise the labels do not tell which rows attend."""
         if self.labels is None:
             return jnp.ones(1, bool)
         return self.labels[0].is_sorted if self.is_same else are_apart(*self.labels)
 
     def reverse(self, array: Array) -> Array:
-        """Reverses the order of rows, where it is."""
+        """Reverses the order of rows if the sub-block `is_reversed`."""
         return array[:, ::-1] if self.is_reversed else array
 
     def over(self, compute: Callable[[Pairs], Any], join: Callable[[Any, Any], Any], most: int) -> Any:
-        """Returns what is computed of all pairs, joined where there are more sequences than a kernel takes at once."""
+        """Computes all pairs, at most `most` sequences at a time, as a kernel takes them, and joins the results."""
         pairs = Pairs(self.is_causal or self.is_reversed, self.window)
         if self.labels is None:
             return compute(pairs)
@@ -121,16 +121,16 @@ class SubBlock(NamedTuple):
             sequence = numbers.sequences(number * size, size)
             return compute(pairs._replace(sequences=(sequence, sequence)))
 
-        # Most often these are all.
+        # Usually these are all sequences.
         joined = of_some(jnp.int32(0))
         return jax.lax.fori_loop(1, -(-numbers.most // size), lambda i, total: join(total, of_some(i)), joined)
 
 
 def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys: Keys) -> Any:
-    """Computes the sub-blocks of a step: where its case is known beforehand, with that case alone."""
+    """Computes the sub-blocks of a step; if its case is known at trace time, only that case is compiled."""
     schedule, batch = step.schedule, keys.key.shape[0]
     views = step.queries.of_batch(batch), step.keys.of_batch(batch)
-    # By the order of the shards: the same, keys that are earlier, and later ones.
+    # By the order of the shards: the same shard, earlier keys, later keys.
     ways = list(_own_blocks(schedule, *views)), *_other_blocks(schedule, *views)
     if not schedule.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
         ways = (ways[0],) * 3
@@ -148,7 +148,7 @@ def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys:
 
 
 def _own_blocks(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -> Iterator[SubBlock]:
-    """The sub-blocks of one shard's rows: the same rows on both sides, and those before and behind them."""
+    """Yields the sub-blocks of one shard: the rows that are on both sides, and those before and after them."""
     start, stop = max(queries.place.start, keys.place.start), min(queries.place.stop, keys.place.stop)
     window = window_of(schedule)
     block = functools.partial(_sub_block, queries, keys)
@@ -162,16 +162,16 @@ def _own_blocks(schedule: BranchSchedule, queries: ChunkView, keys: ChunkView) -
             yield from _across(schedule, block, some, some_keys)
 
 
-# Two shards of a balanced ring, each with an early and a late half of rows: of the shard whose early half is earlier,
-# the late half is later, because the numbers of the halves of a shard have the same sum on all. So either all queries
-# come after the early keys, and before the late ones, or the late queries come after all keys, and the early ones
-# before: each time half of the pairs, without a mask.
+# Two shards of a zigzag ring, each with an early and a late half of rows: the shard with the earlier early half has the
+# later late half, because the numbers of a shard's two halves have the same sum on all shards. So either all queries
+# come after the early keys and before the late ones, or the late queries come after all keys, and the early queries
+# before all keys: in both cases half of the pairs attend, without a mask.
 
 
 def _other_blocks(
     schedule: BranchSchedule, queries: ChunkView, keys: ChunkView
 ) -> tuple[list[SubBlock], list[SubBlock]]:
-    """The sub-blocks of two shards' rows, where the keys are earlier and where they are later."""
+    """Returns the sub-blocks of two different shards, for earlier keys and for later keys."""
     whole = [(view.place.start, view.place.stop) for view in (queries, keys)]
     block = functools.partial(_sub_block, queries, keys)
     if schedule.is_zigzag:
@@ -184,12 +184,12 @@ def _other_blocks(
 def _across(
     schedule: BranchSchedule, block: Callable[..., SubBlock], queries: tuple[int, int], keys: tuple[int, int]
 ) -> Iterator[SubBlock]:
-    """The sub-block of rows of other tokens: all of them, or as far as a window of earlier ones goes."""
+    """Yields the sub-block of queries and keys of different tokens: all, or those in a window of earlier keys."""
     window = window_of(schedule)
     if window is None:
         yield block(queries, keys)
     elif window > 1:
-        # Query i sees the last w - 1 keys but for i of them: those up to the diagonal, counted from the end.
+        # Query i sees the last w - 1 - i keys: those up to the diagonal if rows are counted from the end.
         yield block((queries[0], queries[0] + window - 1), (keys[1] - window + 1, keys[1]), is_reversed=True)
 
 

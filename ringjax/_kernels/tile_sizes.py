@@ -1,4 +1,4 @@
-"""How many rows of queries, and of keys, XLA computes at once, by the platform."""
+"""The number of rows of queries, and of keys, that XLA computes at once, by platform."""
 
 from ringjax._kernels.interface import Request
 from ringjax._schedule.make import MAX_BLOCK_ROWS
@@ -17,7 +17,7 @@ def most_rows(request: Request, num_devices: int, shard_length: int, batch_heads
       request: what a call asks of implementations.
       num_devices: the devices along the sequence.
       shard_length: the queries of each of them.
-      batch_heads: the batches and heads that a tile has.
+      batch_heads: the number of batches times heads of a tile.
       extent: the most tokens that a branch spans.
     """
     if request.block_size is not None:
@@ -31,8 +31,9 @@ def most_rows(request: Request, num_devices: int, shard_length: int, batch_heads
 def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False) -> int:
     """Returns the most rows of queries, and of keys, that one tile of logits spans.
 
-    It spans fewer rows in narrow dtypes: logits are as wide in these, and weigh more beside the rows. It spans fewer
-    where many batches and heads fill a tile by themselves, and where the CPU devices of one process share a cache.
+    It spans fewer rows in narrow dtypes, whose logits are as wide as others, and so larger relative to the rows. It
+    also spans fewer with many batches and heads, which fill a tile by themselves, and if CPU devices of one process
+    share a cache.
     """
     rows = SHARED_BLOCK_ROWS if share_cache else min(128 * itemsize, MAX_BLOCK_ROWS)
     while rows > MIN_BLOCK_ROWS and batch_heads * rows**2 > MAX_LOGITS:
@@ -43,9 +44,9 @@ def choose_block_size(batch_heads: int, itemsize: int, share_cache: bool = False
 def choose_gpu_block_size(head_bytes: int, num_devices: int, extent: int) -> int:
     """Returns the most rows of queries, and of keys, that one tile of logits spans on GPUs.
 
-    A step there starts many kernels, whatever its size, so tiles are large: on one device the logits of a head, in
-    float32, may take three times the `head_bytes`, those of its queries. In a ring more is held, and they may take a
-    quarter. Tiles beyond the `extent` of all branches would be masked for the most part.
+    A step there launches many kernels, whatever its size, so tiles are large. On one device the float32 logits of a
+    head may take three times the bytes of its queries, `head_bytes`. In a ring, which holds more arrays, they may take
+    a quarter of these. Tiles larger than the `extent` of all branches would be mostly masked.
     """
     most = 3 * head_bytes if num_devices == 1 else head_bytes // 4
     rows = MIN_GPU_BLOCK_ROWS

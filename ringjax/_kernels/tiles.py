@@ -1,8 +1,8 @@
 """Attention of tiles of queries on tiles of keys in plain products, for XLA: forward and backward.
 
-Knows no mesh and no pattern: what may attend to what is said by a mask. Letters: I tiles of queries, J tiles of keys,
-B batch, C chunks that lie side by side, K key/value heads, G query heads of one key/value head, R rows of a tile, H
-width of queries and keys, V width of values.
+Independent of mesh and pattern: a mask says which pairs attend. Letters: I tiles of queries, J tiles of keys, B batch,
+C chunks side by side, K key/value heads, G query heads of one key/value head, R rows of a tile, H width of queries and
+keys, V width of values.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ringjax._pattern import dropout
 
 
 class Partial(NamedTuple):
-    """A softmax under way: the running maximum, denominator and numerator of each row."""
+    """A partial (online) softmax: the running maximum, denominator and numerator of each row."""
 
     maximum: Float[Array, "I B C K G Rq"]
     denominator: Float[Array, "I B C K G Rq"]
@@ -27,7 +27,7 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Sums of gradients under way: without the scale, and of keys and values with their rows last."""
+    """Partial sums of gradients, without the scale; those of keys and values have their rows last."""
 
     query: Float[Array, "I B C K G Rq H"]
     key: Float[Array, "J B C K H Rk"]
@@ -35,18 +35,18 @@ class Gradients(NamedTuple):
 
 
 def start(query: Float[Array, "I B C K G Rq H"], keys: Keys) -> Partial:
-    """Returns the softmax of nothing, for tiles of queries."""
+    """Returns an empty partial softmax, for tiles of queries."""
     row = jnp.zeros_like(query[..., 0], accumulation_dtype(query, *keys))  # [I, B, C, K, G, R]
     return Partial(row - jnp.inf, row, jnp.zeros_like(row[..., None], shape=(*row.shape, keys.value.shape[-1])))
 
 
-# Inside, a tile has as few dimensions as can be: *X are the batch and the key/value heads, those of them that are more
-# than one, and the Q = G * Rq queries of one key/value head are one matrix. With dimensions of size one in between,
-# XLA:CPU copies every tile of logits and fuses nothing with its products.
+# Inside, a tile has as few dimensions as possible: *X are the batch and the key/value heads, without those of size one,
+# and the Q = G * Rq queries of one key/value head are one matrix. With dimensions of size one in between, XLA:CPU
+# copies every tile of logits and fuses nothing with its products.
 
 
 class _Collapse(NamedTuple):
-    """How tiles [I, B, C, ...] are folded to tiles [I, *X, ...], or to tiles [B * I, *X, ...] of one batch each."""
+    """Folds tiles [I, B, C, ...] into tiles [I, *X, ...], or, if `is_by_batch`, into tiles [B * I, *X, ...]."""
 
     lead: tuple[Any, ...]
     is_by_batch: bool
@@ -84,14 +84,14 @@ def _collapse_mask(query: Array, keys: Keys, mask: Mask) -> tuple[_Collapse, Que
     )
 
 
-# Jitted, so that they are functions of the program: rings call them several times, with other arrays. All tiles are
-# masked, also those whose pairs all attend: masking is hidden in the passes over the logits, and a second path without
-# it would be as much again to compile.
+# Jitted, so that a program has each as one function, which rings call several times, with other arrays. Full blocks are
+# masked as well: masking is hidden in the passes over the logits, and a second path without it would take as long again
+# to compile.
 
 
 @functools.partial(jax.jit, static_argnames="weighting")
 def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial: Partial) -> Partial:
-    """Adds the attention of queries on the keys that the mask allows to a softmax under way."""
+    """Adds the attention of queries on the keys that the mask allows to a partial softmax."""
     shapes = jax.tree.map(jnp.shape, partial)
     collapse, query_mask, key_mask = _collapse_mask(query, keys, mask)
     query, partial = jax.tree.map(collapse.queries, (query, partial))
@@ -128,13 +128,13 @@ def forward(query: Array, keys: Keys, mask: Mask, weighting: Weighting, partial:
 
 
 def _product(weighting: Weighting, *arrays: Array) -> Callable[..., Array]:
-    """Returns the product that sums over arrays, in the dtype of sums."""
+    """Returns an einsum that accumulates products of these arrays in the dtype of sums."""
     dtype = accumulation_dtype(*arrays)
     return functools.partial(jnp.einsum, precision=weighting.precision, preferred_element_type=dtype)
 
 
 def _kept(of_queries: QueryMask, of_keys: KeyMask, weighting: Weighting) -> Callable[[Array], Array]:
-    """Returns the function that drops some of what belongs to the weights of a tile, and scales up the rest."""
+    """Returns a function that zeroes what belongs to dropped weights of a tile, and scales up the rest."""
 
     def drop(array: Array) -> Array:
         start, step = (word[..., None] for word in of_queries.stream)
@@ -150,12 +150,12 @@ def finish(partial: Partial) -> tuple[Float[Array, "I B C K G Rq V"], Float[Arra
     return partial.numerator / divisor[..., None], partial.maximum + jnp.log(divisor)
 
 
-# The derivation of what follows stands in `_kernels.softmax`.
+# The backward, which `_kernels.softmax` derives.
 
 
 def start_gradients(queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> Gradients:
-    """Returns the gradients of nothing but those given, for tiles of queries and of keys: others begin as `zeros`."""
-    # With rows last: else each tile of weights would have to be transposed for the product, not the queries beside it.
+    """Returns the gradients to add to, for tiles of queries and of keys: those given; others start as `zeros`."""
+    # Keys' rows are last, so that products transpose the tile's queries, not its weights.
     last = lambda array: (*array.shape[:-2], array.shape[-1], array.shape[-2])
     shapes = {"query": queries.query.shape, "key": last(keys.key), "value": last(keys.value)}
     begin = lambda shape, zero: jnp.zeros_like(queries.query, zero.dtype, shape) + zero
@@ -165,7 +165,7 @@ def start_gradients(queries: Queries, keys: Keys, zeros: Sequence[Array], **give
 
 @functools.partial(jax.jit, static_argnames="weighting")
 def backward(queries: Queries, keys: Keys, mask: Mask, weighting: Weighting, grads: Gradients) -> Gradients:
-    """Adds what the allowed pairs contribute to sums of gradients under way."""
+    """Adds the contributions of the allowed pairs to sums of gradients."""
     shapes = jax.tree.map(jnp.shape, grads)
     collapse, query_mask, key_mask = _collapse_mask(queries.query, keys, mask)
     queries, query_grad = jax.tree.map(collapse.queries, (queries, grads.query))
@@ -202,7 +202,7 @@ def finish_gradients(grads: Gradients, weighting: Weighting) -> tuple[Array, Arr
     return grads.query * scale, grads.key.swapaxes(-1, -2) * scale, grads.value.swapaxes(-1, -2)
 
 
-# By index in few operations: jax's own operators would wrap an index that is negative, at each of the many places.
+# Indexing in few operations: in each of many places, jax's own operators would add the case of a negative index.
 
 
 def _at(tiles: Any, index: Array) -> Any:
@@ -219,7 +219,7 @@ def _at(tiles: Any, index: Array) -> Any:
 def _put_at(tiles: Any, index: Array, tile: Any) -> Any:
     rest = index - index
 
-    # In place: as an input and an output of a scan there would be two arrays, and a scatter would be serial on CPUs.
+    # Updates in place: an input and an output of a scan would be two arrays, and a scatter would be serial on CPUs.
     def put(array: Array, tile: Array) -> Array:
         starts = (index, *[rest] * tile.ndim)
         return jax.lax.dynamic_update_slice(array, tile[None], starts, allow_negative_indices=False)
@@ -236,7 +236,7 @@ def _tile_gradients(
     scores = weighting.scores(multiply("...qh,...jh->...qj", query, key))
     weights = jnp.exp(hide(scores) * weighting.logit_scale - lse[..., None])  # [*X, Q, Rk]
     weights_grad = kept(multiply("...qv,...jv->...qj", out_grad, value))
-    # dx; its factor `scale` is left to the sums.
+    # dx without its factor `scale`, which is applied to the sums.
     logits_grad = weights * (weights_grad - delta[..., None])
     if weighting.logits_soft_cap is not None:
         logits_grad *= 1 - scores**2

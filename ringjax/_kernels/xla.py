@@ -1,6 +1,6 @@
-"""The implementation "xla": tiles of rows, masked where they must be, in any geometry and on any device.
+"""The implementation "xla": masked tiles of rows, for any branch and any device.
 
-Laid out as `tiles` has them: queries [I, B, C, K, G, R, H], keys [J, B, C, K, R, H].
+Arrays have the layout of `tiles`: queries [I, B, C, K, G, R, H], keys [J, B, C, K, R, H].
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Xla(Implementation):
     platform = None
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, None]:
-        # To sort is a pass over the rows, and much to compile. As compiled for GPUs, programs take less memory with it.
+        # Sorting is a pass over the rows, and slow to compile. But programs compiled for GPUs take less memory with it.
         return dataclasses.replace(schedule, sorts_halves=request.platform != "cpu"), None
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:

@@ -1,1 +1,1 @@
-"""What is computed, whoever computes it: patterns, dropout, sinks and the reference, with the checks of arguments."""
+"""What every implementation computes: patterns, dropout, sinks and the reference, with the checks of arguments."""

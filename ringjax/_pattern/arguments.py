@@ -1,4 +1,4 @@
-"""The checks of a call's arguments, before anything is traced further."""
+"""Checks the arguments of a call before it is traced further."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from ringjax._pattern.branch import MAX_POSITIONS
 from ringjax._pattern.counts import is_integer, is_real
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Numbers whose products and quotients stay normal numbers of float32.
+# Products and quotients of two numbers in this range are normal float32 numbers.
 _LEAST, _MOST = 1e-18, 1e18
 
 
@@ -55,7 +55,7 @@ def check_arrays(query: Any, key: Any, value: Any) -> None:
 
 
 def check_scale(name: str, scale: Any) -> None:
-    """Checks what logits are multiplied with, or None for the default.
+    """Checks the logit scale, or None for the default.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -109,7 +109,7 @@ def check_offset(name: str, offset: Any) -> None:
 
 
 def check_precision(name: str, precision: Any) -> None:
-    """Checks that products can be of a precision.
+    """Checks that matrix products accept a precision.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -126,7 +126,7 @@ def check_precision(name: str, precision: Any) -> None:
 
 
 def check_positions(length: int, key_length: int, query_offset: int) -> None:
-    """Checks that all positions are numbers of int32.
+    """Checks that all positions fit int32.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -141,7 +141,7 @@ def check_positions(length: int, key_length: int, query_offset: int) -> None:
 
 
 def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, "*B T"] | None, Any]:
-    """Returns the documents of queries and of keys.
+    """Returns the document numbers of queries and of keys.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -160,7 +160,7 @@ def read_documents(document_ids: Any, query: Any, key: Any) -> tuple[Int[Array, 
 
 
 def check_documents(name: str, ids: Any) -> None:
-    """Checks the types of one or two arrays of documents, or None for none.
+    """Checks the types of one or two arrays of document numbers, or None.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -171,7 +171,7 @@ def check_documents(name: str, ids: Any) -> None:
 
 
 def _named(name: str, ids: Any) -> dict[str, Any]:
-    """Returns the one or two arrays of documents by name."""
+    """Returns the one or two arrays of document numbers, by argument name."""
     if not isinstance(ids, tuple | list):
         return {name: ids}
     if len(ids) != 2:
@@ -187,12 +187,12 @@ def _check_ids(name: str, ids: Any) -> Any:
 
 
 def _is_known(ids: Any) -> bool:
-    """Whether the numbers of documents are there to be read: not traced, and not of other processes too."""
+    """Returns whether document numbers can be read: they are not traced, and this process can address all of them."""
     return not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True)
 
 
 def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
-    """Returns the documents of tokens [*shape], in 32 bits at most.
+    """Returns the document numbers of tokens [*shape], as integers of at most 32 bits.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -205,7 +205,7 @@ def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
     bounds = jnp.iinfo(jnp.int32)
     dtype = jnp.dtype(ids.dtype)
     if jnp.iinfo(dtype).max > bounds.max and _is_known(ids) and np.size(ids):
-        known = np.asarray(ids)  # jax would trace the reductions of a constant
+        known = np.asarray(ids)  # in NumPy, because jax would trace the reductions
         least, most = known.min(), known.max()
         if least < bounds.min or most > bounds.max:
             raise ValueError(f"{name} has numbers from {least} to {most}: use 32-bit integers, such as 0, 1, 2, ...")
@@ -214,7 +214,7 @@ def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
 
 
 def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None:
-    """Returns the words of the seed, None where nothing is dropped.
+    """Returns the two words of the seed, or None without dropout.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -238,5 +238,5 @@ def read_seed(dropout_seed: Any, dropout_rate: float) -> UInt[Array, "2"] | None
 
 
 def _is_raw_key(seed: Any) -> bool:
-    """Whether an array is a key of the older kind: two words, or four."""
+    """Returns whether an array is a raw key of `jax.random`, of two or four words."""
     return seed.dtype == jnp.uint32 and seed.shape in ((2,), (4,))

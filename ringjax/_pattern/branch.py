@@ -1,7 +1,7 @@
 """The kinds of branches: which tokens a head keeps, and which keys a query sees, in integers alone.
 
-All that is said of tokens, but for `count`, uses arithmetic operators only, so that the same line serves Python
-integers, NumPy arrays and traced JAX integers, unsigned ones too.
+Except for `count`, functions of tokens use arithmetic operators only, so that the same code serves Python integers,
+NumPy arrays and traced JAX integers, signed or unsigned.
 """
 
 import abc
@@ -12,31 +12,31 @@ import numpy as np
 
 from ringjax._pattern.counts import is_integer
 
-# Positions are numbers of int32.
+# Positions are int32.
 MAX_POSITIONS = 2**31 - 1
 _MOST_COUNTED = 2**16
 
 
 def remainder(number: Any, divisor: Any) -> Any:
-    """Returns what is left of a number that is not negative; jax's own operator is a dozen operations."""
+    """Returns ``number % divisor`` of a non-negative number; jax's own operator takes a dozen operations."""
     return number - number // divisor * divisor
 
 
 def spaced_tokens(length: int) -> np.ndarray:
-    """Returns the tokens of a sequence; of a very long one, evenly spaced ones, enough to tell what a token has."""
-    step = max(1, length // _MOST_COUNTED) | 1  # odd: not in step with rates
+    """Returns the tokens of a sequence, or an evenly spaced sample of a very long one, which suffices for averages."""
+    step = max(1, length // _MOST_COUNTED) | 1  # odd, to share no factor with power-of-two rates
     return np.arange(0, length, step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch(abc.ABC):
-    """A branch of a pattern: the statement of which queries see which keys, from which all else follows.
+    """A branch of a pattern: it defines which queries see which keys, and everything else follows from that.
 
-    A head keeps some of the tokens, which ones its `offset` says. A kept query sees the kept keys of its `group` whose
-    positions lie in the interval of `seen`.
+    The `offset` of a head says which tokens it keeps. A kept query sees the kept keys of its `group` whose positions
+    lie in the interval that `seen` returns.
     """
 
-    # Whether all kept tokens of a group see each other: then the group says what the interval does.
+    # Whether all kept tokens of a group see each other: then, causality aside, the group implies the interval.
     is_by_group: ClassVar[bool]
 
     @property
@@ -52,17 +52,17 @@ class Branch(abc.ABC):
     @property
     @abc.abstractmethod
     def period(self) -> int | None:
-        """The length of parts of the sequence that share nothing with each other; None where all are linked."""
+        """The length of the parts of the sequence that do not see each other; None if all parts are linked."""
 
     @property
     @abc.abstractmethod
     def modulus(self) -> int:
-        """The number modulo which the positions of a query and of the keys that it sees are equal."""
+        """A number m such that a query sees only keys with ``key % m == query % m``."""
 
     @property
     @abc.abstractmethod
     def extent(self) -> int:
-        """The number of tokens among which a causal query sees keys, at most."""
+        """The most tokens, up to and including its own, among which a causal query sees keys."""
 
     @abc.abstractmethod
     def keeps(self, token: Any, offset: Any) -> Any:
@@ -82,12 +82,12 @@ class Branch(abc.ABC):
 
     @abc.abstractmethod
     def within(self, stop: int, end: int, most: int) -> "Branch":
-        """Returns the same branch in numbers of 32 bits. Tokens end at `stop` with padding, and at `end` without.
+        """Returns an equivalent branch in 32-bit numbers, for tokens that end at `end`, and at `stop` with padding.
 
         `most` is at least `stop`, the number of heads and the number of branches.
         """
 
-    # Kept tokens are numbered through the whole sequence: their ranks.
+    # The rank of a kept token is its index among all kept tokens of the sequence.
 
     @abc.abstractmethod
     def rank(self, token: Any, offset: Any) -> Any:
@@ -99,7 +99,7 @@ class Branch(abc.ABC):
 
     @abc.abstractmethod
     def most_kept(self, tokens: int) -> int:
-        """Returns a bound of the rows that any head keeps of so many tokens, wherever they begin."""
+        """Returns an upper bound of the rows that a head keeps of `tokens` consecutive tokens, wherever they begin."""
 
     # The cache of decoding.
 
@@ -138,7 +138,7 @@ class Branch(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Segments(Branch):
-    """A branch: segments of `length` tokens, in each of which every `rate`-th token attends to every `rate`-th.
+    """A branch of segments of `length` tokens: in each, every `rate`-th token attends to every `rate`-th token.
 
     Inside its segment, a head keeps the tokens whose position t satisfies ``(t % length) % rate == offset``, and the
     kept tokens of one segment attend to each other (LongNet, arXiv 2307.02486, section 3.1 and equation 9).
@@ -218,7 +218,7 @@ class Segments(Branch):
         if self.length >= MAX_POSITIONS:  # of all tokens
             return self._kept(tokens, 0)
         segments, rest = divmod(tokens, self.length)
-        # The rest lies in two segments at most, of each of which a part of l tokens has ceil(l / rate) kept ones.
+        # The rest lies in at most two segments. A part of l tokens of a segment has at most ceil(l / rate) kept tokens.
         return segments * self._kept_of_all(0) + (rest if rest < 2 else (rest - 2) // self.rate + 2)
 
     def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
@@ -232,17 +232,17 @@ class Segments(Branch):
         return self.token(self.rank(first, offset)[..., None] + np.arange(most, dtype=np.int32), offset[..., None])
 
     def _kept(self, tokens: Any, offset: Any) -> Any:
-        """The number of tokens that a head of this offset keeps of the first `tokens` of a segment."""
+        """Returns how many of the first `tokens` tokens of a segment a head of this offset keeps."""
         return (tokens + self.rate - 1 - offset) // self.rate
 
     def _kept_of_all(self, offset: Any) -> Any:
-        """The number of tokens that a head of this offset keeps of a whole segment: no sum is above its length."""
+        """Returns how many tokens of a whole segment a head of this offset keeps; no sum exceeds its length."""
         return (self.length - 1 - offset) // self.rate + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Window(Branch):
-    """A branch: a sliding window, in which each token attends to the `size` nearest on either side, itself included.
+    """A branch that is a sliding window: each token attends to the `size` nearest on either side, itself included.
 
     Query t sees the keys s with ``|t - s| < size * rate`` and ``(t - s) % rate == 0``, and ``s <= t`` if causal: a
     causal ``Window(4096)`` is Mistral's (arXiv 2310.06825), with a rate it is Longformer's dilated window (arXiv
@@ -298,7 +298,7 @@ class Window(Branch):
 
     def seen(self, query: Any, is_causal: bool = False) -> tuple[Any, Any]:
         distance = self._distance
-        first = (query >= distance) * (query - distance)  # not below zero, where numbers have no sign
+        first = (query >= distance) * (query - distance)  # never below zero, because integers may be unsigned
         return first, query if is_causal else query + distance
 
     def count(self, query: Any, start: Any, stop: Any, offset: Any, length: int, is_causal: bool = False) -> Any:
@@ -309,7 +309,7 @@ class Window(Branch):
 
     def within(self, stop: int, end: int, most: int) -> Branch:
         if self.rate == 1 and self.size >= end:
-            return Segments(stop)  # where balance and fused kernels serve
+            return Segments(stop)  # which zigzag and the fused kernels support
         rate = 1 if self.size == 1 else min(self.rate, end)
         return Window(min(self.size, -(-end // rate)), rate)
 
@@ -330,7 +330,7 @@ class Window(Branch):
 
 
 def _read_integers(branch: Any, *names: str) -> None:
-    """Reads the numbers of a branch: how many tokens, and of how many one is kept or seen.
+    """Checks the numbers of a branch, and stores them as Python integers.
 
     Raises:
       ValueError, TypeError: for a number below 1, or one that is no integer.

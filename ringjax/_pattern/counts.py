@@ -1,4 +1,4 @@
-"""Numbers of things, and truth values: what they must be, said in one way."""
+"""Checks of counts, numbers and flags, with uniform error messages."""
 
 import numbers
 from typing import Any
@@ -8,12 +8,12 @@ from jax.core import Tracer
 
 
 def is_integer(number: Any) -> bool:
-    """Returns whether a number is an integer, of Python or NumPy; a truth value is none."""
+    """Returns whether a value is a Python or NumPy integer; a bool is not."""
     return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def check_count(name: str, number: Any) -> None:
-    """Checks how many there are of something that there must be.
+    """Checks a required count.
 
     Raises:
       ValueError: naming the argument and its value.
@@ -23,7 +23,7 @@ def check_count(name: str, number: Any) -> None:
 
 
 def check_optional_count(name: str, number: Any) -> None:
-    """Checks how many there are of something, or None where nothing is said.
+    """Checks a count, or None for the default.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -33,17 +33,17 @@ def check_optional_count(name: str, number: Any) -> None:
 
 
 def is_real(number: Any) -> bool:
-    """Returns whether a number is real, of Python or NumPy; a truth value is none."""
+    """Returns whether a value is a real Python or NumPy number; a bool is not."""
     return isinstance(number, numbers.Real) and not isinstance(number, bool)
 
 
 def is_flag(flag: Any) -> bool:
-    """Returns whether something is a truth value, of Python or NumPy."""
+    """Returns whether a value is a Python or NumPy bool."""
     return isinstance(flag, bool | np.bool_)
 
 
 def check_flag(name: str, flag: Any) -> None:
-    """Checks what is true or false: most other values would count as true.
+    """Checks that a flag is a bool, because most other values would count as true.
 
     Raises:
       TypeError: naming the argument and its value.
@@ -53,13 +53,13 @@ def check_flag(name: str, flag: Any) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Checks several by their names, see `check_flag`."""
+    """Checks several flags, given by name; see `check_flag`."""
     for name, flag in flags.items():
         check_flag(name, flag)
 
 
 def read_flag(name: str, flag: Any) -> Any:
-    """Returns what a call is told, as True or False, also where an array says it; None where nothing is said.
+    """Returns a flag as True or False, even if it is a scalar boolean array, or None if it is not given.
 
     Raises:
       TypeError: naming the argument, its value and the remedy.
@@ -73,7 +73,7 @@ def read_flag(name: str, flag: Any) -> Any:
 
 
 def check_optional_flag(name: str, flag: Any) -> None:
-    """Checks what is true or false, or None where it is not said.
+    """Checks that a flag is a bool, or None if it is not given.
 
     Raises:
       TypeError: naming the argument and its value.

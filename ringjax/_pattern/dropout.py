@@ -1,4 +1,4 @@
-"""Dropout by counters: which weights are dropped is a function of the pair, wherever and whenever it is computed."""
+"""Counter-based dropout: whether a weight is dropped depends on its pair, not on where or when it is computed."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Integer, UInt
 
-# The rows of weights are streams of SplitMix (Steele, Lea, Flood, OOPSLA 2014): the weight of the key at position s is
-# number s of a sequence with its row's own start and its own odd step, mixed by MurmurHash3's finalizer. Start and step
-# mix the seed, the batch, the head and the position of the query. Each weight costs some integer operations.
+# Each row of weights is a stream of SplitMix (Steele, Lea, Flood, OOPSLA 2014) with its own start and its own odd step:
+# the weight of the key at position s takes number s of the stream, mixed by MurmurHash3's finalizer. Start and step are
+# hashes of the seed, the batch, the head and the position of the query. Each weight costs a few integer operations.
 _GOLDEN = 0x9E3779B9
 
 
 def make_seed(seed: Any) -> UInt[Array, "2"]:
-    """Returns two words of a seed: of an integer, of an array of one, or of a key of `jax.random`."""
+    """Returns the two words of a seed: an integer, a scalar integer array, or a key of `jax.random`."""
     if isinstance(seed, int | np.integer):
         return jnp.asarray([int(seed) & 0xFFFFFFFF, int(seed) >> 32 & 0xFFFFFFFF], jnp.uint32)
     if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
         return jax.random.bits(seed, (2,), jnp.uint32)
-    # A negative number has the same words in any width: its sign goes on.
+    # Sign extension gives a negative number the same words in any width.
     half = 31 if seed.dtype.itemsize < 8 else 32
     high = seed >> half if jnp.issubdtype(seed.dtype, jnp.signedinteger) or half == 32 else seed * 0
     return jnp.stack([seed.astype(jnp.uint32), high.astype(jnp.uint32)])

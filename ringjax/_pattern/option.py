@@ -1,4 +1,4 @@
-"""An option of a function, and the functions and modules that take options from a table of them."""
+"""Tables of options, and how functions and modules take their options from them."""
 
 import difflib
 import functools
@@ -14,7 +14,7 @@ _WIDTH = 120  # of docstrings
 
 
 class Option(NamedTuple):
-    """The default of an option, what it says, and what raises an error for a wrong value, given its name."""
+    """An option: its default, its sentence for docstrings, and a check of a name and a value that raises errors."""
 
     default: Any
     doc: str
@@ -33,13 +33,13 @@ def types_of(table: Any) -> dict[str, Any]:
 
 
 def read_options(table: Any, given: Mapping[str, Any], remedies: Mapping[str, str], of: str) -> Any:
-    """Returns all options of a table as attributes: those that are given, each checked, and the defaults.
+    """Returns all options of a table as attributes: the given ones, each checked, and defaults for the others.
 
     Args:
       table: the TypedDict of the options.
       given: the keywords of a call.
-      remedies: of names that other libraries give to arguments, what serves in their place.
-      of: what has the options, for errors.
+      remedies: what to use instead of the argument names of other libraries.
+      of: the name of the function or class, for errors.
 
     Raises:
       TypeError, ValueError: naming the option, its value and the remedy.
@@ -53,7 +53,7 @@ def read_options(table: Any, given: Mapping[str, Any], remedies: Mapping[str, st
 
 
 def _remedy(name: str, remedies: Mapping[str, str], known: Iterable[str]) -> str:
-    """Returns what to say in place of a name that is unknown."""
+    """Returns a hint on what to use instead of an unknown name."""
     if name in remedies:
         return remedies[name]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
@@ -61,7 +61,7 @@ def _remedy(name: str, remedies: Mapping[str, str], known: Iterable[str]) -> str
 
 
 def taking(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
-    """Returns a decorator for a function with the keywords of a table: its signature and docstring name them.
+    """Returns a decorator that adds the options of a table to the signature and docstring of a function.
 
     Args:
       table: the TypedDict of the options.
@@ -83,15 +83,15 @@ def taking(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
 
 
 def documented(table: Any, *, in_full: bool = False) -> Callable[[_T], _T]:
-    """Returns a decorator for a function or class, whose docstring has an argument ``**options``.
+    """Returns a decorator that fills in the argument ``**options`` in the docstring of a function or class.
 
-    Each option stands in its place with its sentence, or the names of all stand before the sentence that is there.
+    If `in_full`, each option is listed there with its sentence; else the option names precede the existing sentence.
     """
     options = options_of(table)
 
     def decorate(one: _T) -> _T:
         found = re.search(r"\n( +)\*\*options: (.*)", one.__doc__ or "")
-        if found is None:  # Python may have taken docstrings away
+        if found is None:  # python -OO drops docstrings
             return one
         indent, sentence = found.groups()
         texts = [f"{name}: {option.doc}" for name, option in options.items()]

@@ -1,4 +1,4 @@
-"""The options that say what attention computes: each once, with its type, its default, its check and its sentence.
+"""The options that say what attention computes: one entry for each, with its type, default, check and sentence.
 
 Functions and modules take keywords, defaults and docstrings from here; `ringjax._options` adds those that say how.
 """
@@ -38,7 +38,7 @@ class _Pattern(TypedDict, total=False):
 
 
 class ChoiceOptions(TypedDict, total=False):
-    """The pattern in other words, and what a pattern leaves open."""
+    """The pattern as lists of lengths and rates, and the options that go with its branches."""
 
     segment_lengths: Annotated[
         Sequence[int] | None,
@@ -89,7 +89,7 @@ class PatternOptions(_Pattern, ChoiceOptions, total=False):
 
 
 class ScaleOptions(TypedDict, total=False):
-    """What logits are multiplied with."""
+    """The logit scale."""
 
     scale: Annotated[
         float | None,
@@ -118,7 +118,7 @@ class SinkOptions(TypedDict, total=False):
 
 
 class TokenOptions(SinkOptions, total=False):
-    """What belongs to the tokens of one call."""
+    """The options about the tokens of one call."""
 
     document_ids: Annotated[
         Documents | None,
@@ -163,7 +163,7 @@ class DropoutOptions(TypedDict, total=False):
 
 
 class SeedOptions(TypedDict, total=False):
-    """What dropout is drawn from."""
+    """The seed of dropout."""
 
     dropout_seed: Annotated[
         Any,
@@ -188,18 +188,18 @@ class WeightsOptions(PatternOptions, ScaleOptions, TokenOptions, total=False):
 
 
 class ReferenceOptions(PatternOptions, ScaleOptions, TokenOptions, DropoutOptions, SeedOptions, total=False):
-    """The options of :func:`dilated_attention_reference`, but the one that its result's type depends on."""
+    """The options of :func:`dilated_attention_reference`, except the one that decides the type of its result."""
 
 
 class AllReferenceOptions(ReferenceOptions, ResultOptions, total=False):
     """The options of :func:`dilated_attention_reference`."""
 
 
-# Those that a pattern stands for, once it is read.
+# The options that `pattern_of` reads into one pattern.
 IN_PATTERN = "pattern", "segment_lengths", "dilation_rates", "offsets", "merge", "heads"
 
 
 def pattern_of(asked: Any) -> DilatedPattern:
-    """Returns the pattern that options say, in one of their two forms."""
+    """Returns the pattern that options give, as branches or as lists of lengths and rates."""
     lists = asked.segment_lengths, asked.dilation_rates
     return read_pattern(asked.pattern, *lists, asked.offsets, asked.merge, asked.heads)

@@ -1,4 +1,4 @@
-"""The names that other libraries give to arguments, and what serves in their place."""
+"""Argument names of other libraries, and what to use instead of each."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ OF_MAKING = {"causal": "say is_causal", "window_size": _WINDOW, "attention_fn": 
 
 
 def naming_what_serves(remedies: dict[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Returns a decorator: of arguments with names of other libraries its errors say what serves instead."""
+    """Returns a decorator that refuses argument names of other libraries, with errors that say what to use instead."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

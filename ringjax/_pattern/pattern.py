@@ -1,4 +1,4 @@
-"""The dilated pattern: which pairs of tokens attend to each other, and how often, in integers alone."""
+"""The dilated pattern: which pairs of tokens attend to each other, and how often each counts, in integers alone."""
 
 import dataclasses
 import math
@@ -39,14 +39,14 @@ class DilatedPattern:
       offsets: how the key/value heads shift their rows: ``"interleaved"`` (head mod r, the paper), ``"blocked"``
         (head // ceil(heads / r), torchscale), or ``"branch"`` (number of the branch mod r, dilated-attention-pytorch).
         Query heads that share a key/value head share its rows.
-      merge: how often a pair counts that several branches hold: ``"lse"``, once for each (the paper), or ``"union"``,
+      merge: how often a pair that several branches hold counts: ``"lse"``, once for each (the paper), or ``"union"``,
         once.
       heads: which heads run a branch: ``"all"`` (the paper), or ``"grouped"``: key/value heads are dealt out in order
-        over the branches, the first branches taking one more where they do not divide (dilated-attention-pytorch).
+        over the branches, and the first branches get one more if the division is not even (dilated-attention-pytorch).
 
     Raises:
       ValueError: for an empty pattern, or unknown offsets, merge or heads.
-      TypeError: for a branch that is none.
+      TypeError: for a branch of another type.
 
     Example:
       >>> pattern = DilatedPattern([Segments(4), Segments(8, rate=2)])
@@ -59,7 +59,7 @@ class DilatedPattern:
     merge: Merge = "lse"
     heads: Heads = "all"
 
-    # `ringjax._tools.pictures.plot_pattern`: what draws stands above, and is set where the package is put together.
+    # `ringjax._tools.pictures.plot_pattern`, which imports this module: `ringjax/__init__.py` sets it.
     plot: ClassVar[Callable[..., Any]]
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class DilatedPattern:
         Args:
           segment_lengths: the segment length of each branch, in tokens.
           dilation_rates: the dilation rate of each branch, at most its segment length.
-          offsets: as the class takes it; so are the others.
+          offsets: as the class takes it; the same holds for the others.
           merge: how often a pair of several branches counts.
           heads: which heads run a branch.
 
@@ -147,7 +147,7 @@ class DilatedPattern:
         return range(first, first + size + (branch < extra))
 
     def within(self, end: int, num_kv_heads: int, stop: int | None = None) -> tuple[Branch, ...]:
-        """Returns branches that are the same for tokens that end at `end`, and their padding at `stop`, in 32 bits."""
+        """Returns equivalent branches in 32-bit numbers, for tokens that end at `end`, and at `stop` with padding."""
         stop = end if stop is None else stop
         most = max(stop, num_kv_heads, len(self.branches))
         return tuple(branch.within(stop, end, most) for branch in self.branches)
@@ -155,8 +155,8 @@ class DilatedPattern:
     def reach(self, length: int, num_kv_heads: int, is_causal: bool = False) -> Reach:
         """Returns how far the queries of a sequence of `length` tokens see in each of the key/value heads.
 
-        A head keeps one token of each `rate`: with rates above the number of heads, most tokens are kept by none. Of
-        more than 2^17 queries, evenly spaced ones are counted.
+        A head keeps one of every `rate` tokens: with rates far above the number of heads, no head keeps most tokens. Of
+        more than 2^17 queries, an evenly spaced sample is counted.
 
         Args:
           length: the number of tokens.
@@ -193,7 +193,7 @@ class DilatedPattern:
         return Reach(beyond, float(in_any_head.mean()), num_keys)
 
     def _classes(self, branches: tuple[Branch, ...], num_kv_heads: int) -> dict[tuple[tuple[int, int], ...], list[int]]:
-        """Returns the heads that keep the same tokens, by the branches that they run, each with its offset."""
+        """Returns the heads that keep the same tokens, keyed by the branch numbers and offsets that they have."""
         classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
         runs = [self.heads_of(number, num_kv_heads) for number in range(len(branches))]
         for head in range(num_kv_heads):
@@ -220,7 +220,7 @@ class DilatedPattern:
         Args:
           length: the number of queries T.
           num_kv_heads: the number of key/value heads K.
-          is_causal: count only the pairs of which the key's position is not after the query's.
+          is_causal: count only the pairs whose key is not after their query.
           key_length: the number of keys S; T by default.
           query_offset: the position of the first query; that of the first key is 0.
 
@@ -249,10 +249,11 @@ class DilatedPattern:
 def read_pattern(
     pattern: Any, segment_lengths: Any, dilation_rates: Any, offsets: Any, merge: Any, heads: Any
 ) -> DilatedPattern:
-    """Returns the pattern that the arguments of a call say, in one of their two forms.
+    """Returns the pattern that the arguments of a call give, as branches or as lists of lengths and rates.
 
     Raises:
-      ValueError, TypeError: for both forms or neither, or for what is said twice; and see :class:`DilatedPattern`.
+      ValueError, TypeError: for both forms or neither, or an option that contradicts the pattern; see also
+        :class:`DilatedPattern`.
     """
     lists = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
     given = [name for name, values in lists.items() if values is not None]

@@ -1,4 +1,4 @@
-"""Warns of a pattern whose queries see little."""
+"""Warns about patterns in which few queries see beyond their smallest branch."""
 
 import dataclasses
 import functools
@@ -12,9 +12,10 @@ from ringjax._pattern.warning import warn_once
 
 
 class ReachWarning(UserWarning):
-    """Of the queries that could see beyond their smallest branch, most see nothing there.
+    """Most of the queries that could see beyond their smallest branch see nothing there.
 
-    To stop instead of training such a pattern, make the warning an error. :meth:`DilatedPattern.reach` says the share.
+    To stop instead of training with the pattern, make the warning an error. :meth:`DilatedPattern.reach` returns the
+    share.
 
     Example:
       >>> import warnings
@@ -30,7 +31,7 @@ class ReachWarning(UserWarning):
 
 
 def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> None:
-    """Warns, once for each pattern, where few of its queries see far."""
+    """Warns, once for each pattern and number of heads, if few queries see beyond their smallest branch."""
     problem = find_problem(pattern, length, num_kv_heads, is_causal)
     if problem is not None:
         warn_once((pattern, num_kv_heads), problem, ReachWarning)
@@ -39,8 +40,8 @@ def warn_of_reach(pattern: DilatedPattern, length: int, num_kv_heads: int, is_ca
 def find_problem(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> str | None:
     """Returns the warning's text if fewer than half of the queries that could see beyond their smallest branch do.
 
-    Those could that would with rates of 1. They are counted in a sequence as long as the longest branch at least: one
-    that ends soon, or is short for once, says nothing of its pattern.
+    A query could see beyond it if it would with rates of 1. The share is that of a sequence at least as long as the
+    longest branch, because a short sequence says nothing about the pattern.
     """
     extents = [min(branch.extent, MAX_POSITIONS) for branch in pattern.branches]
     smallest, longest = min(extents), max(extents)
@@ -63,7 +64,7 @@ def find_problem(pattern: DilatedPattern, length: int, num_kv_heads: int, is_cau
 
 @functools.lru_cache(maxsize=256)
 def _shares(pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool) -> tuple[float, float]:
-    """Returns the share of queries that see beyond their smallest branch, and of those that would with rates of 1."""
+    """Returns the share of queries that see beyond their smallest branch, and the share that would with rates of 1."""
     query, branches = spaced_tokens(length), pattern.within(length, num_kv_heads)
     seen = lambda branch: [np.clip(position, 0, length - 1) for position in branch.seen(query, is_causal)]
     first, last = seen(min(branches, key=lambda branch: branch.extent))

@@ -36,12 +36,12 @@ def dilated_attention_reference(
     value: Float[Array, "*B S K V"],
     **options: Any,
 ) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
-    """Computes dilated attention densely, in O(T S) memory: the definition that everything else is held to.
+    """Computes dilated attention densely, in O(T S) memory: the definition that all implementations must match.
 
-    The pair (t, s) counts as many times as there are branches that hold it, M[h, t, s]:
+    The pair (t, s) counts M[h, t, s] times, the number of branches that hold it:
     ``out[t] = sum_s M exp(q_t.k_s) v_s / sum_s M exp(q_t.k_s)``. That is LongNet's mixture of branches by their softmax
-    denominators (arXiv 2307.02486, equations 10 and 11). Gather arrays that an Explicit mesh shards along the
-    sequence first, with :func:`jax.sharding.reshard`.
+    denominators (arXiv 2307.02486, equations 10 and 11). If an Explicit mesh shards the arrays along the sequence,
+    first gather them with :func:`jax.sharding.reshard`.
 
     Args:
       query: [..., T, N, H], a floating dtype.
@@ -89,10 +89,10 @@ def dilated_attention_reference(
         sink = jnp.moveaxis(jnp.broadcast_to(jnp.asarray(asked.sinks, dtype), query.shape[:-1]), -1, -2)  # [..., N, T]
         logits = jnp.concatenate([logits, sink[..., None]], axis=-1)  # [..., N, T, S + 1]
         covered |= sink != -jnp.inf
-    # Rows without a logit would give NaN gradients through -inf - -inf: they are computed on zeros and cleared after.
+    # Rows without a finite logit would have NaN gradients (-inf - -inf): they are computed on zeros, then cleared.
     logits = jnp.where(covered[..., None], logits, 0)
     lse = jax.nn.logsumexp(logits, axis=-1)  # [..., N, T]
-    # Divided by their own sum: exp(logits - lse) would be off by the rounding of a large lse.
+    # softmax divides by its own sum: exp(logits - lse) would carry the rounding error of a large lse.
     weights = jnp.where(multiplicity > 0, jax.nn.softmax(logits, axis=-1)[..., :key_length], 0)  # [..., N, T, S]
     if asked.dropout_rate > 0:
         batch_number = jnp.arange(math.prod(batch)).reshape(*batch, 1, 1, 1) * (not asked.broadcast_dropout)

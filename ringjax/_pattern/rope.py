@@ -1,4 +1,4 @@
-"""The frequencies of rotary embeddings that were scaled to longer contexts, from the configuration of a model."""
+"""The frequencies of rotary embeddings, scaled to longer contexts as the configuration of a model says."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,18 +19,18 @@ def rope_frequencies(
     length: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> tuple[Frequencies, float]:
-    """Returns the frequencies of a model's rotary embedding, and what its cosines and sines are multiplied with.
+    """Returns the frequencies of a model's rotary embedding, and the factor of its cosines and sines.
 
-    :func:`rotary_embedding` takes both, and `rope=` of the modules. The types are those of configurations on the
-    Hugging Face hub: ``"default"``, ``"linear"`` and ``"dynamic"`` (NTK), ``"llama3"``, ``"yarn"`` (arXiv 2309.00071),
+    :func:`rotary_embedding` and `rope=` of the modules take both. The types are those of configurations on the Hugging
+    Face hub: ``"default"``, ``"linear"`` and ``"dynamic"`` (NTK), ``"llama3"``, ``"yarn"`` (arXiv 2309.00071),
     ``"longrope"`` (arXiv 2402.13753).
 
     Args:
       rope_parameters: as `config.json` has them, under ``rope_parameters``, or ``rope_scaling`` with ``rope_theta``
         beside it: ``rope_type`` (or ``type``), ``rope_theta``, ``partial_rotary_factor`` and what the type takes.
       head_dim: the width H of a head; R = int(H * partial_rotary_factor) dimensions of it are rotated.
-      length: the most tokens of a sequence. ``"dynamic"`` scales to it, and ``"longrope"`` takes its long factors
-        where it exceeds the original length; by default `max_position_embeddings`. It is fixed: code that scales anew
+      length: the most tokens of a sequence, by default `max_position_embeddings`. ``"dynamic"`` scales to it, and
+        ``"longrope"`` uses its long factors if it exceeds the original length. The scale is fixed: code that rescales
         as a sequence grows gives other numbers.
       max_position_embeddings: the model's, needed where `rope_parameters` do not say a factor or an original length.
 
@@ -38,7 +38,7 @@ def rope_frequencies(
       The frequencies [R / 2] in float64, in radians a token, and the factor.
 
     Raises:
-      ValueError: for an unknown type, and where a parameter that the type needs is missing or no positive number.
+      ValueError: for an unknown type, or if a parameter that the type needs is missing or not a positive number.
 
     Example:
       >>> frequencies, factor = rope_frequencies({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 128)
@@ -58,7 +58,7 @@ def rope_frequencies(
 
 
 class _Parameters:
-    """The parameters of an embedding, and the lengths beside them."""
+    """The parameters of an embedding, and the lengths that are given separately."""
 
     def __init__(self, given: Mapping[str, Any], kind: str, most: int | None, length: int | None) -> None:
         self.given, self.kind = given, kind
@@ -69,7 +69,7 @@ class _Parameters:
         self._length = None if length is None else float(length)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns a parameter that is a positive number, by default another one."""
+        """Returns a parameter that must be a positive number, or the default if it is missing."""
         value = self.given.get(name)
         value = default if value is None else value
         if value is None:
@@ -80,12 +80,12 @@ class _Parameters:
 
     @property
     def original(self) -> float:
-        """The length that the model was trained for before."""
+        """The context length before scaling."""
         return self.number("original_max_position_embeddings", self.most)
 
     @property
     def factor(self) -> float:
-        """How much longer contexts are than they were, by default by the two lengths."""
+        """How much longer contexts become; by default the ratio of the two lengths."""
         return self.number("factor", None if self.most is None else self.most / self.original)
 
     @property
@@ -107,16 +107,16 @@ def _linear(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, fl
 
 
 def _dynamic(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
-    """Neural tangent kernels: another base, by which the lowest frequency scales with the length."""
+    """Changes the base (NTK) so that the lowest frequency scales with the length."""
     original = asked.original if asked.most is None else asked.most
     pairs = frequency.size
     excess = asked.factor * max(asked.length, original) / original - (asked.factor - 1)
-    exponent = np.arange(pairs) / max(1, pairs - 1)  # the base to the power of R / (R - 2)
+    exponent = np.arange(pairs) / max(1, pairs - 1)  # multiplies the base by excess ** (R / (R - 2))
     return frequency * excess**-exponent, 1.0
 
 
 def _llama3(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
-    """Long wavelengths are scaled, short ones are not, and those between in part."""
+    """Scales long wavelengths, keeps short ones, and interpolates between."""
     low, high = asked.number("low_freq_factor"), asked.number("high_freq_factor")
     turns = asked.original * frequency / (2 * np.pi)  # in the original length
     share = ((turns - low) / (high - low)).clip(0, 1)
@@ -124,7 +124,7 @@ def _llama3(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, fl
 
 
 def _yarn(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
-    """Frequencies of many turns in the original length stay, those of few are scaled, along a ramp between."""
+    """Keeps frequencies with many turns in the original length, scales those with few, and interpolates between."""
     width, factor, base = 2 * frequency.size, asked.factor, asked.number("rope_theta")
     place = lambda turns: width * math.log(asked.original / (turns * 2 * math.pi)) / (2 * math.log(base))
     first, last = place(asked.number("beta_fast", 32.0)), place(asked.number("beta_slow", 1.0))
@@ -143,7 +143,7 @@ def _yarn_attention_factor(asked: _Parameters) -> float:
 
 
 def _longrope(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
-    """A factor for each frequency, one list of them for short contexts and one for long ones."""
+    """Divides each frequency by its own factor, from one list for short contexts and another for long ones."""
     name = "long_factor" if asked.length > asked.original else "short_factor"
     factors = np.asarray(asked.given.get(name, []), np.float64)
     if factors.shape != frequency.shape or not (factors > 0).all():

@@ -24,24 +24,24 @@ def rotary_embedding(
 ) -> Float[Array, "*B T N H"]:
     """Rotates the pairs of each head's first R dimensions by their frequency times the position (arXiv 2104.09864).
 
-    Angles are right to 1e-6 of a radian at every position, also where position times frequency in float32 is wrong by
-    hundredths of one. Pass exactly one of `theta` and `frequencies`.
+    Angles are accurate to 1e-6 radians at every position, even where position times frequency in float32 is off by
+    hundredths of a radian. Pass exactly one of `theta` and `frequencies`.
 
     Args:
       heads: [..., T, N, H], of any floating dtype; the rotation is computed in float32 at least.
       positions: integers [T], or [..., T] with batch dimensions that broadcast to those of `heads`.
       theta: the base of the frequencies ``theta ** (-2 i / H)``, such as 10000; then R is H.
-      frequencies: [R / 2], in radians a token, known when the call is traced, such as :func:`rope_frequencies` makes
-        them in float64; those in float32 are taken as exact.
-      factor: what cosines and sines are multiplied with, as YaRN and LongRoPE have it.
+      frequencies: [R / 2], in radians per token, known when the call is traced; :func:`rope_frequencies` returns them
+        in float64, and float32 frequencies are taken as exact.
+      factor: the factor of cosines and sines, as in YaRN and LongRoPE.
       interleaved: whether the pairs are (2 i, 2 i + 1), as in GPT-J; else (i, i + R / 2), as in Llama.
 
     Returns:
       The heads with their first R dimensions rotated, in their own dtype.
 
     Raises:
-      ValueError: unless one of `theta` and `frequencies` is given, for frequencies of another shape, more than H / 2 of
-        them, or an odd width.
+      ValueError: unless exactly one of `theta` and `frequencies` is given, and for frequencies of another shape, more
+        than H / 2 of them, or an odd width.
       TypeError: for frequencies that are not known when the call is traced.
 
     Example:
@@ -67,7 +67,7 @@ def rotary_embedding(
 
 
 def read_frequencies(name: str, theta: Any, frequencies: Any, width: int) -> Float[np.ndarray, "pairs"]:
-    """Returns the frequencies [R / 2] in float64, of a base or as they are given.
+    """Returns the frequencies [R / 2] in float64, either given or computed from a base.
 
     Raises:
       TypeError, ValueError: naming the argument `name`, its value and the remedy.
@@ -94,7 +94,7 @@ def read_frequencies(name: str, theta: Any, frequencies: Any, width: int) -> Flo
 
 
 def check_positions(name: str, positions: Any, length: int) -> None:
-    """Checks the positions of so many tokens.
+    """Checks the positions of `length` tokens.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
@@ -107,12 +107,12 @@ def check_positions(name: str, positions: Any, length: int) -> None:
 
 
 def _angles(positions: Array, frequency: np.ndarray, dtype: Any) -> Array:
-    """Returns positions times frequencies, up to whole turns, [*positions, R / 2]."""
+    """Returns positions times frequencies modulo whole turns, [*positions, R / 2]."""
     positions = positions[..., None]
     if dtype == jnp.float64:
         return positions * jnp.asarray(frequency, dtype)
-    # In turns of 2**32 units, unsigned products of 32 bits drop whole turns and nothing else. What the frequency has
-    # beyond whole units, up to half of one, is small enough for a product in float32.
+    # A turn has 2**32 units: a 32-bit unsigned product drops whole turns and nothing else. The fraction that rounding
+    # the frequency to whole units leaves, at most a half, is small enough for a float32 product.
     units = frequency / (2 * np.pi) % 1 * _TURN
     whole = np.round(units)
     product = positions.astype(jnp.uint32) * jnp.asarray(whole % _TURN, jnp.uint32)

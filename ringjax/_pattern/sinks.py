@@ -1,4 +1,4 @@
-"""Attention sinks: a logit for each row that takes part in its softmax and has no value."""
+"""Attention sinks: an extra logit in the softmax of each row, which has no value."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 #     L' = log(exp L + exp b) = L + softplus(b - L)
 #     out' = sum_s exp(S_s - L') v_s = exp(L - L') out = sigmoid(L - b) out
 #
-# So sinks ask for one pass over the results, whatever computed these, and their gradient follows from the exact ones of
-# out and L. A row that attends to nothing has L = -inf and out = 0: then L' = b and out' = 0.
+# So sinks take one pass over the results of any implementation, and their gradient follows from the exact ones of out
+# and L. A row that attends to nothing has L = -inf and out = 0: then L' = b and out' = 0.
 
 
 def add_sinks(
@@ -25,7 +25,7 @@ def add_sinks(
     difference = jnp.where(is_empty, 0, lse) - sinks
     share = jnp.where(is_empty, 0, jax.nn.sigmoid(difference))
     total = jnp.where(is_empty, 0, lse) + jax.nn.softplus(-difference)
-    # The sink of an empty row is minus its difference, which lies on a mesh as the lse does.
+    # The sink of an empty row is minus its difference, which is sharded like the lse.
     return (out * share[..., None]).astype(out.dtype), jnp.where(is_empty, -difference, total)
 
 
@@ -41,7 +41,7 @@ def check_sinks(name: str, sinks: Any) -> None:
 
 
 def read_sinks(sinks: Any, query: Any) -> Array | None:
-    """Returns the sinks as an array, which broadcasts to a number for each row of queries.
+    """Returns the sinks as an array that broadcasts to one number for each row of queries.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.

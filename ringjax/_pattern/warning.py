@@ -6,12 +6,12 @@ import sys
 import warnings
 from collections.abc import Hashable, Iterator
 
-# Those that may call ours in the caller's place.
+# The libraries that may call ringjax for the caller.
 _LIBRARIES = frozenset({"contextlib", "ringjax", "flax", "jax", "jaxtyping"})
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns with the nearest line that is of no library that carries calls."""
+    """Warns, and shows the nearest line on the call stack outside of these libraries."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _package(frame.f_globals) in _LIBRARIES:
         level, frame = level + 1, frame.f_back
@@ -22,16 +22,16 @@ _GIVEN: contextvars.ContextVar[set[Hashable]] = contextvars.ContextVar("given", 
 
 
 def warn_once(about: Hashable, message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, if it has not warned of this before."""
+    """Warns unless it has warned about this before."""
     given = _GIVEN.get()
     if (about, category) not in given:
         warn(message, category)
-        given.add((about, category))  # not where the warning is an error: that is raised each time
+        given.add((about, category))  # not reached if the warning is an error: it is raised each time
 
 
 @contextlib.contextmanager
 def warning_anew() -> Iterator[None]:
-    """Warns inside of all that was warned of once before, and leaves outside what was."""
+    """Lets `warn_once` warn again inside, and restores what it has warned about afterwards."""
     token = _GIVEN.set(set())
     try:
         yield

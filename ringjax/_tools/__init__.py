@@ -1,1 +1,1 @@
-"""Says what calls take: tables, pictures, what compilers make of them, and the command line."""
+"""Tools that report what calls cost: tables, pictures, compiled programs, and the command line."""

@@ -1,4 +1,4 @@
-"""Checks every implementation that serves on the devices at hand against the definition: what `ringjax check` does."""
+"""Compares every implementation that these devices can run with the definition, as `ringjax check` does."""
 
 import dataclasses
 import itertools
@@ -26,16 +26,16 @@ from ringjax._pattern.pattern import DilatedPattern
 from ringjax._pattern.reference import dilated_attention_reference
 
 _WIDTH, _CAP, _DROPOUT = 64, 2.0, 0.1
-# The tokens of a device: on accelerators several tiles of a kernel, on CPUs few, as they compute the oracle too.
+# The tokens of a device: several tiles of a kernel on accelerators, few on CPUs, which compute the oracle too.
 _TOKENS, _TOKENS_ON_CPUS, _TOKENS_OF_ONE = 256, 32, 2048
 _MOST_DEVICES = 16
-# The largest error over the largest number of a result. Products of bfloat16 are of 8 bits.
+# Bounds of the largest error of a result over its largest number. bfloat16 has 8 significant bits.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
 RESULTS = "out", "lse", "dquery", "dkey", "dvalue"
 
 
 class Program(NamedTuple):
-    """What one call of attention uses; `strategy` is that of all devices, or None where one computes alone."""
+    """What one call of attention uses; `strategy` is None if one device computes alone."""
 
     strategy: str | None
     pattern: str
@@ -54,7 +54,7 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a program by an implementation came to: the error of each result, and its time over that of XLA.
+    """The outcome of a program with an implementation: the error of each result, and its time over XLA's.
 
     If it could not be computed, `failure` says why.
     """
@@ -72,12 +72,12 @@ class Found:
 
 
 def check(take_all: bool = False, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, list[Found]]]:
-    """Gives, before each program, its name with an empty list, and after it what its implementations came to.
+    """Yields the name of each program twice: with an empty list before it runs, and with its outcomes after.
 
     Args:
-      take_all: whether to take all programs; else few, which have all pairs of what two of them may use.
-      devices: the devices; by default all, and of more than 16 the first 16, as the definition takes memory for the
-        square of their tokens.
+      take_all: whether to check all programs; else a few that contain every pair of choices, see `cover`.
+      devices: the devices; by default the first 16 at most, because the definition's memory grows with the square of
+        their tokens.
     """
     devices = list(jax.devices()[:_MOST_DEVICES] if devices is None else devices)
     candidates = [Program(*choices) for choices in itertools.product(*_levels(len(devices)))]
@@ -93,7 +93,7 @@ def check(take_all: bool = False, devices: Sequence[Any] | None = None) -> Itera
 
 
 def _check_program(program: Program, names: Sequence[str], devices: Sequence[Any]) -> list[Found]:
-    """Returns what a program came to by each of some implementations."""
+    """Returns the outcomes of a program with each of these implementations."""
     oracle, is_timed = _oracle(program, devices), devices[0].platform != "cpu" and [*names] != ["xla"]
     seconds_of_xla, founds = None, []
     for name in dict.fromkeys(["xla", *names] if is_timed else names):
@@ -101,7 +101,7 @@ def _check_program(program: Program, names: Sequence[str], devices: Sequence[Any
             call = _compile(program, name, devices)
             errors = _errors(jax.device_get(call()), oracle)
             seconds = _seconds(call) if is_timed else None
-        except Exception as error:  # of any kind: the others are to be checked all the same
+        except Exception as error:  # of any kind, so that the other implementations are still checked
             first = str(error).strip().partition("\n")[0]
             founds.append(Found(program, name, failure=f"{type(error).__name__}: {first}"))
             continue
@@ -117,8 +117,8 @@ def _levels(num_devices: int) -> tuple[Sequence[Any], ...]:
 
 
 def cover(candidates: Sequence[Program]) -> list[Program]:
-    """Returns few programs that have every pair of choices that any of the candidates has."""
-    # A choice with the number of its field.
+    """Returns a few programs that contain every pair of choices that occurs in any candidate."""
+    # Each choice comes with the number of its field.
     pairs_of = {one: frozenset(itertools.combinations(enumerate(one), 2)) for one in candidates}
 
     def greedy(candidates: Sequence[Program]) -> list[Program]:
@@ -138,7 +138,7 @@ def _sizes(program: Program, devices: Sequence[Any]) -> tuple[int, int, int]:
         least = _TOKENS_ON_CPUS * max(8, len(devices))
     else:
         least = max(_TOKENS_OF_ONE, _TOKENS * len(devices))
-    multiple = 32 * len(devices)  # of what patterns divide the tokens by, on each device
+    multiple = 32 * len(devices)  # patterns divide the tokens by up to 32, and devices by their number
     return -(-least // multiple) * multiple, 4, 2 if program.has_groups else 4
 
 
@@ -151,7 +151,7 @@ def _branches(program: Program, length: int) -> list[Branch]:
 
 
 def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bool:
-    """Whether an implementation can compute a program, found from integers alone."""
+    """Returns whether an implementation can compute a program, from integers alone."""
     count = len(devices) if program.strategy else 1
     length, num_heads, num_kv_heads = _sizes(program, devices)
     shape = lambda heads: jax.ShapeDtypeStruct((1, length, heads, _WIDTH), program.dtype)
@@ -192,7 +192,7 @@ def _arguments(program: Program, devices: Sequence[Any]) -> tuple[list[np.ndarra
     rng = np.random.default_rng(0)
     length, num_heads, num_kv_heads = _sizes(program, devices)
     heads = num_heads, num_kv_heads, num_kv_heads, num_heads
-    # Rounded as a program has them: the oracle computes with the same numbers.
+    # Rounded to the program's dtype, so that the oracle computes with the same numbers.
     round_ = lambda array: np.asarray(jnp.asarray(array, program.dtype), np.float32)
     *arrays, out_grad = (round_(rng.normal(size=(1, length, count, _WIDTH))) for count in heads)
     lse_grad = rng.normal(size=(1, length, num_heads)).astype(np.float32)
@@ -207,7 +207,7 @@ def _arguments(program: Program, devices: Sequence[Any]) -> tuple[list[np.ndarra
 
 
 def _oracle(program: Program, devices: Sequence[Any]) -> list[np.ndarray]:
-    """Returns all results by the definition in float64, on the host's CPU."""
+    """Returns all results of the definition, computed in float64 on the host's CPU."""
     arrays, arguments, cotangents = _arguments(program, devices)
     try:
         host = jax.devices("cpu")[0]
@@ -224,7 +224,7 @@ def _oracle(program: Program, devices: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _compile(program: Program, implementation: str, devices: Sequence[Any]) -> Callable[[], Any]:
-    """Returns a call of the compiled program, with its gradient."""
+    """Returns a function that runs the compiled program and its gradient."""
     arrays, arguments, cotangents = _arguments(program, devices)
     mesh = Mesh(np.array(devices if program.strategy else devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
     place = lambda array: jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
@@ -246,7 +246,7 @@ def _compile(program: Program, implementation: str, devices: Sequence[Any]) -> C
 
 
 def _errors(results: Sequence[Any], expected: Sequence[np.ndarray]) -> tuple[float, ...]:
-    """Returns, of each result, the largest error over the largest number that is finite."""
+    """Returns, for each result, the largest error over the largest finite number that is expected."""
     errors = []
     for result, other in zip(results, expected, strict=True):
         one = np.asarray(result, np.float64)

@@ -20,7 +20,7 @@ from ringjax._version import find_version
 
 _PICTURES = ".png", ".svg", ".pdf"
 _UNITS = {"k": 2**10, "m": 2**20}
-# What the arguments of `plan` are called here.
+# The flags for the arguments of `plan`.
 _FLAGS = {"num_tokens": "--tokens", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "is_causal": "--causal"}
 _OWN = "head_dim", "value_dim", "batch_size", "dtype", "features", "mesh", "axis_name", "node_size", "device"
 _FLAGS |= {name: "--" + name.replace("_", "-") for name in (*_OWN, "exchange_size")}
@@ -30,7 +30,7 @@ def count_of(text: str) -> int:
     """Returns the number in a text such as 4096, 32k or 1M, where k and M are powers of 1024.
 
     Raises:
-      ArgumentTypeError: if it is none.
+      ArgumentTypeError: if the text is no positive whole number.
     """
     unit = _UNITS.get(text[-1:].lower(), 1)
     number = text[:-1] if unit > 1 else text
@@ -43,7 +43,7 @@ def branch_of(text: str) -> Branch:
     """Returns the branch in a text such as segments:2048, segments:32k:16, window:4096 or window:512:2.
 
     Raises:
-      ArgumentTypeError: if it is none.
+      ArgumentTypeError: if the text is no branch.
     """
     kind, *numbers = text.split(":")
     kinds: dict[str, type[Any]] = {"segments": Segments, "window": Window}
@@ -59,7 +59,7 @@ def axis_of(text: str) -> tuple[str, int]:
     """Returns the name and the size in a text such as seq=8.
 
     Raises:
-      ArgumentTypeError: if there are none.
+      ArgumentTypeError: if the text is no axis.
     """
     name, _, size = text.partition("=")
     if not name or not size:
@@ -77,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults that there are."""
+    """Shows the default of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.help is None or action.default in (None, False, argparse.SUPPRESS, []):
@@ -184,7 +184,7 @@ def _check_devices(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Checks what nothing else would, and reads the mesh, before anything is computed.
+    """Checks the options that nothing else checks, and reads the mesh, before anything is computed.
 
     Raises:
       ValueError: for an axis that is named twice, or a file that cannot be read or written.
@@ -208,10 +208,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read_slice(options: argparse.Namespace) -> None:
-    """Reads a slice of TPUs such as v5e:4x4: its device, and as many of these as the mesh has.
+    """Reads the device, which may be a TPU slice such as v5e:4x4, and by default gives the mesh as many devices.
 
     Raises:
-      ValueError: if the mesh has another number.
+      ValueError: if the mesh and the slice have different numbers of devices.
     """
     found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", options.device)
     count = 8 if found is None else math.prod(map(int, found[2].split("x")))
@@ -249,7 +249,7 @@ def print_measured(path: str) -> None:
 
 
 def _in_flags(message: str) -> str:
-    """Names the options of the command in place of the arguments of `plan`, such as --batch-size 3 of batch_size=3."""
+    """Replaces the arguments of `plan` with the flags of the command, such as batch_size=3 with --batch-size 3."""
     message = re.sub(r"\bmesh\['([^']+)'\]=", r"--mesh \1=", message)
     return re.sub(rf"\b({'|'.join(_FLAGS)})=", lambda found: f"{_FLAGS[found[1]]} ", message)
 
@@ -258,9 +258,9 @@ def print_plan(options: argparse.Namespace) -> None:
     """Prints the comparison, or draws it."""
     comparison = _compare(options)
     if options.compile:
-        from ringjax._tools.compiled import find_devices, print_compiled  # noqa: PLC0415  # needs them, or plugins
+        from ringjax._tools.compiled import find_devices, print_compiled  # noqa: PLC0415  # needs devices or plugins
 
-        devices = find_devices(comparison, options.target_config)  # or says why not, before anything is printed
+        devices = find_devices(comparison, options.target_config)  # or raises before anything is printed
         print(comparison)
         print_compiled(comparison, devices)
     else:
@@ -277,7 +277,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
         mesh[options.axis_name] = num_devices
     pattern = DilatedPattern(options.branches or [Segments(options.tokens)], merge="union" if options.union else "lse")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the table says what they do
+        warnings.simplefilter("ignore")  # the table says the same
         return plan(
             pattern,
             num_tokens=options.tokens if num_tokens is None else num_tokens,

@@ -1,4 +1,4 @@
-"""The strategies of a call beside each other, as a table, as figures and in a sentence."""
+"""Compares the strategies of a call, in a table, in figures and in a sentence."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ from ringjax._tools.machine import Machine
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The strategies of a call beside each other; `str` of it is a table.
+    """A comparison of the strategies of a call; `str` returns a table.
 
     Args:
       call: the call, in integers.
       machine: the figures of the devices.
       forecasts: what each strategy takes.
-      best: the one of the least bound of time, which may be of several strategies.
+      best: the forecast with the least time bound, which may mix strategies.
       has_gradient: whether the gradient is counted.
       axis_name: the mesh axis of the sequence.
-      spec: what axes cut batches, the sequence and heads, where others than the sequence's do.
+      spec: the mesh axes that cut batches, the sequence and heads; empty if only the sequence is cut.
     """
 
     call: Call
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the table: one for each strategy, of figures."""
+        """The figures of each strategy."""
         more = [] if self.best in self.forecasts else [self.best]
         return [self._row(one) for one in (*self.forecasts, *more)]
 
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def implementations(self) -> list[dict[str, str]]:
-        """Which implementation serves each branch of the best strategy, and why none that is preferred does."""
+        """The implementation that serves each branch of the best strategy, and why no preferred one does."""
         found = []
         for schedule, implemented in zip(self.best.schedules, self.best.implemented, strict=True):
             obstacles = self.call.obstacles(self.best.schedules, schedule)
@@ -90,7 +90,7 @@ class Comparison:
 
     @functools.cached_property
     def problem(self) -> str | None:
-        """What a call warns of where few queries see far."""
+        """The warning of a call if few queries see beyond their smallest branch, else None."""
         call = self.call
         return find_problem(call.pattern, call.num_queries, call.work.num_kv_heads, call.is_causal)
 
@@ -102,7 +102,7 @@ class Comparison:
         return f"Take {self._beside_others()}.{self._which_mesh()}{self._what_fits()}"
 
     def _which_mesh(self) -> str:
-        """How to lay out a mesh for rings between groups, in a sentence; nothing where any mesh serves."""
+        """Returns a sentence on how to lay out a mesh for rings between groups; empty if any mesh serves."""
         size = self.best.ring_ulysses_size
         if not self.machine.is_grid or size == 1:
             return ""
@@ -111,10 +111,10 @@ class Comparison:
         )
 
     def _beside_others(self) -> str:
-        """The best strategy, and its bound over that of the default, or of the next where it is the default."""
+        """Returns the best strategy, and its bound compared with the default, or the next if it is the default."""
         best, bound = self.best.strategy, _time(self.best.seconds)
         name = f'"{best}"' if isinstance(best, str) else f"{best}, one for each branch"
-        # Without a call that is explained, which is one of them under a name of its own.
+        # `explain` adds the explained call under a name of its own, which is left out here.
         others = {one.strategy: one.seconds for one in self.forecasts if one.strategy in {*OF_BRANCHES} - {best}}
         if not others:
             return f"{name}: no other serves, and its bound is {bound}"
@@ -129,7 +129,7 @@ class Comparison:
         return f'{name}{default}: its bound is {bound}, and that of the next, "{other}", is {more}'
 
     def _what_fits(self) -> str:
-        """What does not fit the memory of a device, in a sentence; nothing where all does."""
+        """Returns a sentence on what does not fit the memory of a device; empty if everything fits."""
         room, memory = self.machine.memory, f"the {mebibytes(self.machine.memory)} of a device"
         if self.best.memory.at_least > room:
             return f" None fits {memory}: take more devices, a smaller batch, or a narrower dtype."
@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def module_example(self) -> str | None:
-        """The module to paste, but for the width of inputs; None where values have a width that it has not."""
+        """The module to paste, except for the width of inputs; None if values and queries differ in width."""
         query, key, value, *_ = self.call.request
         if value.shape[-1] != query.shape[-1]:
             return None
@@ -217,7 +217,7 @@ class Comparison:
             "exposed": "seconds_links_exposed",
             "bound": "seconds",
         }
-        # A column for each strategy: there are few, and more to say of each than a line holds.
+        # Each strategy has a column: there are few strategies, and a line cannot hold the figures of one.
         cells = [list(labels)] + [[_cell(key, row[key]) for key in labels.values()] for row in self.rows]
         cells[1:] = [list(map(str.rjust, column, [max(map(len, column))] * len(column))) for column in cells[1:]]
         cells[0] = [label.ljust(max(map(len, labels))) for label in labels]
@@ -246,20 +246,20 @@ def _sizes(call: Call) -> str:
 def compare(
     call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq", spec: tuple[Any, ...] = ()
 ) -> Comparison:
-    """Returns the strategies of a call beside each other."""
+    """Returns the comparison of the strategies of a call."""
     forecasts = tuple(all_forecasts(call, machine, has_gradient))
     return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name, spec)
 
 
 def options_with(call: Call, strategy: str | tuple[str, ...]) -> dict[str, Any]:
-    """Returns the options of a call beside its strategy, those that are not the default."""
+    """Returns the options of a call, besides its strategy, that differ from the default."""
     exchanges = "all_to_all" in strategy
     options = {"exchange_size": call.exchange_size if exchanges else None, "implementation": call.implementation}
     return {name: value for name, value in options.items() if value is not None}
 
 
 def wrap(text: str) -> str:
-    """Returns a text in lines that need no scrolling, all but the first indented; what makes a branch is not cut."""
+    """Returns a text wrapped to 88 columns, all lines but the first indented, without cutting the text of a branch."""
     text = re.sub(r"\w+\([^()]*\)", lambda branch: branch[0].replace(" ", "\xa0"), text)
     lines = textwrap.wrap(text, 88, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\xa0", " ")

@@ -1,4 +1,4 @@
-"""What compilers make of a plan: the bytes and the memory of programs for devices that need not be there."""
+"""Compiles a plan: the bytes that its programs send, and their memory, for devices that need not be present."""
 
 import functools
 from pathlib import Path
@@ -17,24 +17,24 @@ from ringjax._tools.comparison import Comparison, mebibytes, options_with
 from ringjax._tools.forecast import Forecast
 from ringjax._tools.hlo import bytes_sent
 
-# The boxes of chips that there are, by their number: flat, and of the v5p in three dimensions.
+# The boxes of chips that exist, by the number of chips: flat, and three-dimensional for the v5p.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _DEEP = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 
 
 class Compiled(NamedTuple):
-    """What a compiled program sends, and takes at its peak, in bytes on one device."""
+    """The bytes that a compiled program sends from one device, and that it holds there at the peak."""
 
     sent: int
     memory: int
 
 
 def find_devices(comparison: Comparison, target: str | None = None) -> list[Any]:
-    """Returns devices to compile for: those that are there, or those that a plugin of jax describes.
+    """Returns devices to compile for: those of this machine, or those that a jax plugin describes.
 
     Args:
-      comparison: the comparison, which names the device and their number.
-      target: a file that describes a GPU to XLA, where that is not there.
+      comparison: the comparison, which names the device and the number of devices.
+      target: a file that describes the GPU to XLA, if this machine has none.
 
     Raises:
       ValueError: if the devices can neither be found nor described.
@@ -67,7 +67,7 @@ def find_devices(comparison: Comparison, target: str | None = None) -> list[Any]
 
 
 def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) -> Compiled:
-    """Returns what a compiler makes of a strategy, for the devices of its comparison."""
+    """Compiles a strategy for the devices of its comparison, and returns what the program sends and holds."""
     call, work = comparison.call, comparison.call.work
     size = one.ring_ulysses_size
     mesh = make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices, exchange_size=size)
@@ -103,20 +103,20 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
 def memory_of(compiled: Any) -> int:
     """Returns the bytes that a device holds at the peak of a compiled program, as its compiler states.
 
-    These are arguments, results and temporaries. On TPUs they are those in its memory or, if there are more, in its
+    They are arguments, results and temporaries: on TPUs those in device memory or, if these have more bytes, those in
     vector memory.
     """
     stated = compiled.memory_analysis()
     devices = jax.tree.leaves(compiled.input_shardings)[0].device_set
     if any(device.platform != "cpu" for device in devices):
         return stated.peak_memory_in_bytes
-    # The peak that the compiler for CPUs states leaves temporaries out.
+    # The peak that XLA's CPU compiler states leaves out temporaries.
     given = stated.argument_size_in_bytes + stated.output_size_in_bytes - stated.alias_size_in_bytes
     return given + stated.temp_size_in_bytes
 
 
 def print_compiled(comparison: Comparison, devices: list[Any]) -> None:
-    """Prints, for each strategy, what was stated beside what was compiled."""
+    """Prints the stated figures of each strategy beside those of the compiled program."""
     lines: list[tuple[str, ...]] = [
         ("strategy", "stated to be sent", "compiled", "held at least", "compiled", "at most")
     ]

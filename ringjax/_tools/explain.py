@@ -23,12 +23,12 @@ _NUMBERS = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a function asks of attention; `str` of it is a text.
+    """The explained attention calls of a function; `str` returns a text.
 
     Args:
-      calls: each different call with its strategies beside each other, its own first, and how often it is made.
-      places: for each of them, on which devices it runs, and how these were found.
-      warnings: what was warned of on the way.
+      calls: for each different call, the comparison of its strategies, its own first, and how often it is made.
+      places: for each call, which devices it runs on, and how these were found.
+      warnings: the warnings of the calls.
     """
 
     calls: tuple[tuple[Comparison, int], ...]
@@ -60,11 +60,11 @@ def explain(
 
     Returns:
       For each different call the mesh axis and where it was found, the hops, the implementation and why no faster one
-      serves, the strategies beside each other, and warnings.
+      serves, and the comparison of the strategies; and all warnings.
 
     Raises:
       ValueError: if the function makes no call of :func:`ring_dilated_attention`.
-      TypeError: if there is no function, and no array in its place.
+      TypeError: if the first argument is neither a function nor an array.
 
     Example:
       >>> from ringjax import Segments
@@ -87,7 +87,7 @@ def explain(
         called, arguments, keywords = jax.tree.unflatten(tree, leaves_given)
         return called(*arguments, **keywords)
 
-    # What was traced before would not be traced again, and nothing recorded: but under metadata of its own it is.
+    # jax caches traces, and a cached call would not be recorded: unique metadata forces a new trace.
     own = set_xla_metadata(explanation=str(next(_NUMBERS)))
     machine = None if device is None else find_machine(device)
     target = None if machine is None else Target(machine.platform, machine.name)
@@ -115,7 +115,7 @@ def explain(
 
 
 def _key(call: Call) -> tuple[Any, ...]:
-    """What is the same of equal calls: all but the arrays themselves."""
+    """Returns what equal calls have in common: everything but the arrays themselves."""
     fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call) if field.name != "request"}
     request = call.request
     return *fields.values(), *(str(array.dtype) for array in request[:3]), request[3:]

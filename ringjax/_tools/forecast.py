@@ -1,8 +1,8 @@
-"""What a strategy will take: bounds of its time on a machine, and which strategy's bound is the least.
+"""Forecasts of strategies: bounds of their time on a machine, and the strategy whose bound is the least.
 
-All are bounds, at the rates of the machine: its products, each array read and written once where it must be, and
-messages. Of measured rates they are forecasts. What is computed beside a message hides it, as far as that lasts; not on
-devices that copy messages themselves.
+A bound counts, at the rates of the machine, products, one read or write of each array wherever it is needed, and
+messages. With measured rates it is a forecast. Computation beside a message hides it for as long as the computation
+lasts, except on devices that copy messages themselves.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from ringjax._tools.pairs import num_kept_pairs, num_tile_pairs
 
 
 class Seconds(NamedTuple):
-    """The bound of one direction on the busiest device: products, passes over memory, and links, seen and hidden."""
+    """The time bound of one direction on the busiest device: products, memory passes, exposed and hidden links."""
 
     products: float
     memory: float
@@ -40,15 +40,15 @@ ZERO = Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What a call will take with one strategy.
+    """The forecast of a call with one strategy.
 
     Args:
       strategy: its name, or a tuple with one for each branch.
       schedules: the schedule of each branch.
-      implemented: the same in the tiles of what computes them.
+      implemented: the same schedules, in the tiles of their implementations.
       messages: what each device sends.
       pairs: the pairs of queries and keys that the busiest device keeps, over its batch and heads.
-      computed: the pairs that it computes for these: those of whole tiles, where tiles are computed as a whole.
+      computed: the pairs that it computes for these: all pairs of active tiles, if tiles are computed as a whole.
       operations: the operations of their products, forward and of the gradient.
       memory: bounds of the bytes that it holds at the peak.
       forward, backward: the bounds of time.
@@ -72,7 +72,7 @@ class Forecast:
 
     @property
     def ring_ulysses_size(self) -> int:
-        """How many devices exchange tokens for heads, where a ring goes between such groups; 1 where none does."""
+        """The number of devices that exchange tokens for heads, if a ring runs between groups of them; else 1."""
         return max((one.ulysses_size for one in self.implemented if not one.is_local), default=1)
 
     def num_bytes(self, direction: Direction) -> int:
@@ -81,9 +81,9 @@ class Forecast:
 
 
 def best_strategy(call: Call) -> str | tuple[str, ...]:
-    """Returns what ``strategy="auto"`` stands for: that of the least time on the call's devices, with the gradient.
+    """Returns what ``strategy="auto"`` stands for: the strategy of least time on the call's devices, with the gradient.
 
-    On devices without known figures this is the ring.
+    On devices whose figures are unknown it is the ring.
     """
     kind = call.request.device_kind or call.request.platform
     machine = known_machine(call.request.platform, call.request.device_kind)
@@ -131,11 +131,11 @@ def forecast(call: Call, strategy: str | tuple[str, ...], machine: Machine, has_
 
 
 def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
-    """Returns the forecast of the least time: of one strategy for all branches, or of one for each.
+    """Returns the forecast of least time, with one strategy for all branches or one for each.
 
-    One that must hold more than the machine's memory comes after those that may fit. Of equal ones the first counts:
-    the same call is always served the same way. Each branch in turn takes the strategy that is best beside those of the
-    others, if there is a better one than the best for all.
+    Forecasts that may fit the machine's memory come before those that cannot. The first of equal forecasts wins, so
+    that the same call always gets the same strategy. Starting from the best strategy for all, each branch in turn takes
+    another one if that is better, given those of the other branches.
     """
     cost = lambda one: (one.memory.at_least > machine.memory, one.seconds)
     best = min(all_forecasts(call, machine, has_gradient), key=cost)
@@ -153,23 +153,23 @@ def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
 
 
 def all_forecasts(call: Call, machine: Machine, has_gradient: bool) -> list[Forecast]:
-    """Returns the forecast of every strategy that is one for all branches, and that what computes can serve.
+    """Returns the forecast of every strategy that can serve all branches alike.
 
     Raises:
-      ValueError: if it can serve none of them.
+      ValueError: if none can be served.
     """
     served = [name for name in OF_BRANCHES if call.obstacle(call.schedules(name)) is None]
-    return [forecast(call, name, machine, has_gradient) for name in served or ["ring"]]  # the ring says why
+    return [forecast(call, name, machine, has_gradient) for name in served or ["ring"]]  # which raises the reason
 
 
 def _operations(work: Work, schedule: BranchSchedule, direction: Direction) -> int:
-    """Two products of each pair forward, five in the gradient, one of them recomputed."""
+    """Returns the operations of two products per pair forward, and five in the gradient, one of them recomputed."""
     of_pair = work.width + work.value_width if direction == "forward" else 3 * work.width + 2 * work.value_width
     return 2 * of_pair * _computed(work, schedule)
 
 
 def _computed(work: Work, schedule: BranchSchedule) -> int:
-    """The pairs that are computed, over batch and heads."""
+    """Returns the number of pairs that are computed, over batch and heads."""
     count = (
         num_tile_pairs(schedule, work.offsets(schedule)) if schedule.implementation == "xla" else _kept(work, schedule)
     )
@@ -187,24 +187,24 @@ def _num_heads(work: Work, schedule: BranchSchedule) -> int:
 def _of_branch(
     call: Call, schedule: BranchSchedule, own: list[Message], machine: Machine, direction: Direction
 ) -> Seconds:
-    """The time of a branch with its own messages."""
+    """Returns the time of a branch with its own messages."""
     work = call.work
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
     hops = (rotation.hops for rotation in schedule.key_rotations)
     num_steps = 1 if schedule.is_gathered else 1 + max(hops, default=0)
     products = _operations(work, schedule, direction) / machine.rate(work.itemsize)
-    # The gradient takes the exponential again, and what becomes of it.
+    # The gradient computes the exponential again, and its derivative.
     products += (1 if direction == "forward" else 2) * _computed(work, schedule) * machine.pair_seconds
     memory = _bytes_moved(work, schedule, num_steps, direction) / machine.memory_bandwidth
-    # Sums are read and written between products; what comes is computed with last, when it is there.
+    # Products and passes over memory alternate, so their times add up. The last step waits for the last message.
     computing = products + memory
     total = exposed + max(computing, hidden + computing / num_steps)
     return Seconds(products, memory, exposed, hidden, total)
 
 
 def _of_exchange(call: Call, own: list[Message], machine: Machine, direction: Direction) -> Seconds:
-    """The time of what is exchanged for all branches, with nothing beside it."""
+    """Returns the time of the exchanges for all branches, which no computation hides."""
     exposed = _links(own, machine, call.num_devices, direction, is_hidden=False)
     return Seconds(0.0, 0.0, exposed, 0.0, exposed)
 
@@ -218,9 +218,9 @@ def _links(
 
 
 def _bytes_moved(work: Work, schedule: BranchSchedule, num_steps: int, direction: Direction) -> int:
-    """The bytes that memory reads and writes: operands and sums in each step, and rows that are taken and put."""
+    """Returns the bytes read and written: operands and sums in each step, and rows taken from tokens and put back."""
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
-    # What is gathered is written before it is read.
+    # Gathered keys are written before they are read.
     gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
     queries, keys = schedule.queries.num_padded_rows, schedule.keys.num_padded_rows * gathered
     tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.ulysses_size * work.sum_itemsize

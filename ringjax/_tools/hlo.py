@@ -29,8 +29,8 @@ def permutes(text: str) -> list[Permute]:
 
 
 def bytes_sent(text: str) -> dict[str, int]:
-    """Returns the bytes that a device of a compiled program sends to others, by kinds of collectives."""
-    # Of the bytes of a result, which all devices of a group have.
+    """Returns the bytes that a device sends to others in a compiled program, by kind of collective."""
+    # The share of a result's bytes that each of the n devices of a group sends.
     shares = {
         "all-to-all": lambda n: (n - 1) / n,
         "all-gather": lambda n: (n - 1) / n,
@@ -66,7 +66,7 @@ def _run_lines(text: str, collective: str) -> list[tuple[str, int]]:
 
 
 def _trips(line: str, bodies: dict[str, list[str]]) -> int:
-    """Returns how often a loop runs: what the compiler knows, or else the bound in its condition; 1 of other lines."""
+    """Returns the trip count of a loop: the compiler's, or else the bound in its condition; 1 for other lines."""
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known[1])
@@ -80,20 +80,20 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
 def _result_bytes(line: str, collective: str) -> int:
     _, _, result = line.partition(" = ")
     arrays = arrays_in(result.partition(f" {collective}")[0])
-    if f" {collective}-start(" not in line:  # names of synchronous ones may have the word as well
+    if f" {collective}-start(" not in line:  # the names of synchronous ones may contain "-start" too
         return sum(map(_bytes, arrays))
-    # A start's result repeats its operands; on TPUs there are words of its own as well.
+    # The result of a start repeats its operands; on TPUs it also has u32 words of its own.
     arrays = [array for array in arrays if array != ("u32", ())]
     return sum(map(_bytes, arrays[len(arrays) // 2 :]))
 
 
 def groups_of(line: str) -> np.ndarray:
-    """Returns the devices that talk in a line's collective, in groups [count, size]."""
+    """Returns the groups [count, size] of devices that communicate in the collective of a line."""
     numbers = lambda text: [int(number) for number in re.findall(r"\d+", text)]
     _, _, rest = line.partition("replica_groups=")
     if rest.startswith("{"):
         return np.array([numbers(group) for group in re.findall(r"\{([\d,]+)\}", rest.partition("}}")[0] + "}")])
-    if rest.startswith("mesh"):  # of the axes of a mesh, which lists the devices in an order of its own, some
+    if rest.startswith("mesh"):  # some axes of a mesh, which may list its devices in any order
         mesh, devices, axes = re.match(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", rest).groups()  # pyright: ignore
         sizes = {name: int(size) for name, size in re.findall(r"'([\w.]+)'=(\d+)", mesh)}
         array = _listed(devices or f"[{math.prod(sizes.values())}]").reshape(list(sizes.values()))
@@ -105,7 +105,7 @@ def groups_of(line: str) -> np.ndarray:
 
 
 def _listed(text: str) -> np.ndarray:
-    """Returns the devices of a list such as [2,4]T(1,0): the numbers of a box, its sides in another order."""
+    """Returns the devices of an iota list such as [2,4]T(1,0): 0 to 7 in that shape, transposed."""
     shape, _, order = text.partition("T")
     numbers = [[int(number) for number in re.findall(r"\d+", part)] for part in (shape, order)]
     array = np.arange(math.prod(numbers[0])).reshape(numbers[0])

@@ -1,4 +1,4 @@
-"""The figures of devices: what they compute, keep and send in a second."""
+"""The figures of devices: their memory, and what they compute and send in a second."""
 
 import dataclasses
 import json
@@ -18,17 +18,17 @@ class Machine:
     Args:
       name: what the device is called.
       platform: ``"cuda"``, ``"tpu"`` or ``"cpu"``.
-      operations: the most operations in a second, by the bytes of a number.
+      operations: the most operations in a second, by the itemsize of the numbers.
       memory: the bytes of its memory.
       memory_bandwidth: the bytes that its memory reads or writes in a second.
       link_bandwidth: the bytes in a second, one way, from a device to others in its node; in a grid, to the next one.
       network_bandwidth: the bytes in a second, one way, from a device to those of other nodes.
       node_size: the number of devices that links connect.
-      is_grid: whether links lead to the next devices alone, so that what goes further takes several.
+      is_grid: whether links connect only neighboring devices, so that longer distances take several links.
       latency: the seconds that a message takes, however short.
-      pair_seconds: the seconds that a pair takes beside its products, such as for its exponential; 0 where that goes on
-        while others multiply.
-      is_measured: whether attention reached these rates; else they are the most that a device can.
+      pair_seconds: the seconds that a pair takes besides its products, such as for its exponential; 0 if products of
+        other pairs hide them.
+      is_measured: whether attention reached these rates; else they are peak rates.
     """
 
     name: str
@@ -45,23 +45,23 @@ class Machine:
     is_measured: bool = False
 
     def rate(self, itemsize: int) -> float:
-        """Returns the most operations in a second on numbers of so many bytes, or of the next that is known."""
+        """Returns the most operations in a second on numbers of this itemsize, or of the next one that is known."""
         known = sorted(self.operations)
         return self.operations[next((size for size in known if size >= itemsize), known[-1])]
 
     def seconds(self, message: Message, num_devices: int) -> float:
-        """Returns the least time of a message, every time it is sent, by `num_devices` devices in a row."""
+        """Returns the least time of a message, summed over its `times`, if `num_devices` devices in a row send it."""
         is_inside = self.is_inside(message, num_devices)
         one = self._inside(message, num_devices) if is_inside else self._across(message)
         return message.times * (one + self.latency)
 
     @property
     def hides_messages(self) -> bool:
-        """Whether devices compute while messages are on their way; CPUs copy these themselves."""
+        """Whether devices compute while messages are in flight; CPUs copy messages themselves."""
         return self.platform != "cpu"
 
     def is_inside(self, message: Message, num_devices: int) -> bool:
-        """Returns whether a message stays inside of nodes, on every device."""
+        """Returns whether a message stays inside one node, on every device."""
         stays_in_group = message.collective != "permute" and self.node_size % message.distance == 0
         return num_devices <= self.node_size or stays_in_group
 
@@ -69,7 +69,7 @@ class Machine:
         seconds, distance = message.num_bytes / self.link_bandwidth, message.distance
         if not self.is_grid:
             return seconds
-        # On a ring of neighbours every message takes the links in between, the other way round where that is nearer.
+        # On a ring of neighbors, a message takes every link on the shorter way to its destination.
         if message.collective == "permute":
             return seconds * min(distance, max(1, num_devices // 2))
         if message.collective == "all_to_all":
@@ -79,7 +79,7 @@ class Machine:
     def _across(self, message: Message) -> float:
         if message.collective in ("permute", "all_to_all"):
             return message.num_bytes / self.network_bandwidth
-        # Each node gets what the others have, over the network of all its devices.
+        # Each node receives what all others have, over the network cards of all its devices.
         shared = message.num_bytes * (message.distance - self.node_size) / max(1, message.distance - 1)
         return max(message.num_bytes / self.link_bandwidth, shared / self.node_size / self.network_bandwidth)
 
@@ -90,12 +90,12 @@ def _gpu(name: str, half: float, single: float, gibibytes: int, memory: float, l
 
 
 def _tpu(name: str, half: float, gibibytes: int, memory: float, link: float, network: float, size: int) -> Machine:
-    operations = {2: half, 4: half / 6}  # in six products of bfloat16
+    operations = {2: half, 4: half / 6}  # a float32 product takes six bfloat16 ones
     return Machine(name, "tpu", operations, gibibytes * 2**30, memory, link, network, size, is_grid=True, latency=1e-6)
 
 
-# As their makers state them: dense products, one way of links. Networks are of one 400 Gb/s card for each GPU (200 for
-# the A100), and of 100 Gb/s for each TPU.
+# The vendors' figures: dense products, one direction of links. Networks have one 400 Gb/s card for each GPU (200 for
+# the A100), and 100 Gb/s for each TPU.
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -106,20 +106,20 @@ MACHINES = {
         _tpu("v5e", 197e12, 16, 0.82e12, 45e9, 12.5e9, 256),
         _tpu("v5p", 459e12, 95, 2.77e12, 90e9, 12.5e9, 8960),
         _tpu("v6e", 918e12, 32, 1.64e12, 90e9, 12.5e9, 256),
-        # A core of many: what `ringjax plan --measure` writes takes its place.
+        # One of many cores; `ringjax plan --measure` writes the figures of this machine.
         Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
     )
 }
-# What jax calls TPUs.
+# The names that jax gives to TPUs.
 _TPU_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v5p": "v5p", "v6 lite": "v6e", "v6e": "v6e"}
 
 
 def find_machine(device: str | Machine) -> Machine:
-    """Returns the figures of a device: one that is known by its name, or those in a file.
+    """Returns the figures of a device, given its name or a file of figures.
 
     Raises:
-      ValueError: if there is neither.
-      TypeError: if it is no text.
+      ValueError: if no device and no file has this name.
+      TypeError: if it is not a string.
     """
     if isinstance(device, Machine):
         return device
@@ -186,7 +186,7 @@ def known_machine(platform: str, kind: str) -> Machine | None:
     Platforms are named as programs are lowered for them: "cuda", not "gpu".
     """
     if platform == "tpu":
-        own, _, _ = kind.lower().removeprefix("tpu").partition(",")  # behind it, "measured"
+        own, _, _ = kind.lower().removeprefix("tpu").partition(",")  # drops ", measured"
         return MACHINES.get(_TPU_KINDS.get(own.strip(), ""))
     names = [name for name, machine in MACHINES.items() if machine.platform == platform == "cuda"]
     found = next((name for name in names if re.search(rf"\b{name}\b", kind, re.IGNORECASE)), None)
@@ -194,7 +194,7 @@ def known_machine(platform: str, kind: str) -> Machine | None:
 
 
 def machine_of(platform: str, kind: str) -> Machine:
-    """Returns the figures of a device; of an unknown one those of another, under a name that says so."""
+    """Returns the figures of a device, or, if it is unknown, those of another under a name that says so."""
     known = known_machine(platform, kind)
     if known is not None:
         return known

@@ -1,4 +1,4 @@
-"""Measures the figures of the devices that there are: what `ringjax plan --measure` writes."""
+"""Measures the figures of this machine's devices, which `ringjax plan --measure` writes."""
 
 import dataclasses
 import functools
@@ -24,17 +24,17 @@ from ringjax._tools.forecast import forecast
 from ringjax._tools.machine import Machine, machine_of
 
 _ROUNDS, _STEPS = 10, 4
-# Of shards that attend within themselves, to all and to few, at two widths: enough of them to be busy for a while.
+# The samples attend inside each shard, in one segment or in many, at two widths, with enough rows to keep devices busy.
 _HEADS, _WIDTHS, _SEGMENTS, _ROWS, _ROWS_ON_CPUS = 8, (32, 128), (1, 32), 8192, 1024
-# The numbers of a small message and of a large one.
+# The number of elements in a small message and in a large one.
 _MESSAGES = 1, 2**20
 _DTYPES = {2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 
 class _Costs(NamedTuple):
-    """What attention takes, in seconds: an operation of its products, a pair beside these, a byte of its memory.
+    """The seconds of an operation of attention's products, of a pair besides its products, and of a byte of memory.
 
-    Or how many there are of each.
+    Or the number of each in a call.
     """
 
     operation: float
@@ -43,16 +43,16 @@ class _Costs(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A call of attention, with the counts of what it takes."""
+    """A call of attention, with the numbers of its operations, pairs and bytes."""
 
     counts: _Costs
     call: Callable[[], Any]
 
 
 def measure() -> Machine:
-    """Returns the figures of the devices of this machine, all of which work at the same time.
+    """Returns the figures of this machine's devices, measured while all of them work.
 
-    Those of products and memory come from attention itself: it reaches them.
+    The rates of products and memory are those that attention itself reaches.
     """
     devices = jax.devices()
     mesh = Mesh(devices, ("seq",), axis_types=(AxisType.Auto,))
@@ -92,7 +92,7 @@ def write(machine: Machine, path: str) -> None:
 
 
 def _best_in_turns(calls: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
-    """Returns the least seconds of each call; in turns, so that all are of a machine at the same speed."""
+    """Returns the least seconds of each call. Calls take turns, so that the machine's speed is the same for all."""
     best = dict.fromkeys(calls, math.inf)
     for number, (name, call) in itertools.product(range(_ROUNDS + 1), calls.items()):
         begin = time.perf_counter()
@@ -103,7 +103,7 @@ def _best_in_turns(calls: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
 
 
 def _sample(mesh: Mesh, usual: Machine, itemsize: int, width: int, num_segments: int) -> _Sample:
-    """Returns attention in so many segments of each shard."""
+    """Returns a sample of attention in `num_segments` segments of each shard."""
     rows = _ROWS_ON_CPUS if usual.platform == "cpu" else _ROWS
     attend = functools.partial(ring_dilated_attention, pattern=[Segments(rows // num_segments)], mesh=mesh)
     with jax.enable_x64(itemsize == 8):
@@ -119,16 +119,16 @@ def _sample(mesh: Mesh, usual: Machine, itemsize: int, width: int, num_segments:
 
 
 def _costs(samples: list[tuple[_Costs, float]], usual: Machine, itemsize: int) -> _Costs:
-    """Returns the costs that explain best what the samples take, none of them below zero."""
+    """Returns the non-negative costs that best explain the seconds of the samples."""
     counts, seconds = (np.array(column) for column in zip(*samples, strict=True))
     found, _ = scipy.optimize.nnls(counts / seconds[:, None], np.ones(len(samples)))
-    # What takes too little to be seen is taken to be what such devices are known for.
+    # A cost too small to be seen defaults to the known figure of the device.
     known = _Costs(1 / usual.rate(itemsize), usual.pair_seconds, 1 / usual.memory_bandwidth)
     return _Costs(*(float(cost) or other for cost, other in zip(found, known, strict=True)))
 
 
 def _operation_cost(samples: list[tuple[_Costs, float]], costs: _Costs, usual: Machine, itemsize: int) -> float:
-    """Returns the cost of an operation on numbers of another size, what pairs and bytes take being known."""
+    """Returns the cost of an operation on numbers of another itemsize, given the costs of pairs and bytes."""
     counts, seconds = (np.array(column) for column in zip(*samples, strict=True))
     rest = 1 - counts[:, 1:] @ costs[1:] / seconds
     found, _ = scipy.optimize.nnls(counts[:, :1] / seconds[:, None], rest)
@@ -136,7 +136,7 @@ def _operation_cost(samples: list[tuple[_Costs, float]], costs: _Costs, usual: M
 
 
 def _permute(mesh: Mesh, numbers: int) -> Callable[[], Any]:
-    """Returns some messages of so many numbers, one after the other."""
+    """Returns a function that sends `_STEPS` messages of `numbers` elements, one after the other."""
     around = [(device, (device + 1) % mesh.size) for device in range(mesh.size)]
     hop = lambda _, array: jax.lax.ppermute(array, "seq", around)
     hops = lambda array: jax.lax.fori_loop(0, _STEPS, hop, array)

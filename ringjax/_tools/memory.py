@@ -16,15 +16,15 @@ class Memory(NamedTuple):
 def bound_memory(work: Work, schedules: Schedules, has_gradient: bool) -> Memory:
     """Returns bounds of what a device holds at the peak of a call, or of its gradient, compiled by itself.
 
-    With the arguments A (also the cotangent), the results R, and S the sums of all tokens in the dtype of sums, and for
-    each branch the keys and values G that it gathers, its rows B of queries and of the keys that meet them, with what
-    the gradient needs of them and their sums, and L the logits of one tile where XLA computes:
+    Let A be the arguments, including the cotangent, R the results, and S the sums of all tokens in the dtype of sums.
+    For each branch, let G be the keys and values that it gathers, B its rows of queries and of the keys that are live
+    at once, with their residuals and sums, and L the logits of one tile if XLA computes it:
 
         at least  A + max(R, max G)
-        at most   A + R + 2 (S + sum B) + 4 sum L, where tokens are exchanged for heads with 2 (A + R) more
+        at most   A + R + 2 (S + sum B) + 4 sum L, and 2 (A + R) more if tokens are exchanged for heads
 
-    Twice, as an array is there where it comes from and where it goes to; logits, their mask, and their weights in the
-    dtypes of sums and of arrays are four. Which arrays are there at once only a compiler knows.
+    The factor 2 counts an array at its source and at its destination. The factor 4 counts logits, their mask, and their
+    weights in the dtypes of sums and of arrays. Only a compiler knows which arrays are live at once.
     """
     numbers = _Numbers.of(work, schedules)
     arguments = (numbers.query + has_gradient * numbers.out) * work.itemsize + numbers.key_bytes
@@ -39,7 +39,7 @@ def bound_memory(work: Work, schedules: Schedules, has_gradient: bool) -> Memory
 
 
 class _Numbers(NamedTuple):
-    """The numbers in a device's queries, output, lse and keys with values, and the bytes of the last."""
+    """The elements of a device's queries, output, lse, and keys with values, and the bytes of the keys and values."""
 
     query: int
     out: int
@@ -57,12 +57,12 @@ class _Numbers(NamedTuple):
 
 
 def _gathered(work: Work, schedule: BranchSchedule) -> int:
-    """The bytes of the keys and values of a whole group of devices."""
+    """Returns the bytes of the keys and values that a whole group of devices gathers."""
     return schedule.is_gathered * schedule.gather_size * schedule.keys.num_padded_rows * work.keys_row(schedule)
 
 
 def _rows(work: Work, schedule: BranchSchedule, has_gradient: bool) -> int:
-    """The bytes of a branch's rows, of queries and of all the keys that are there at once, with their sums."""
+    """Returns the bytes of a branch's rows, of queries and of all keys that are live at once, with their sums."""
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
     num_keys = schedule.keys.num_padded_rows * (schedule.gather_size if schedule.is_gathered else 1)
     sums = work.batch * heads * (work.value_width + 2) * work.sum_itemsize
@@ -73,7 +73,7 @@ def _rows(work: Work, schedule: BranchSchedule, has_gradient: bool) -> int:
 
 
 def _logits(work: Work, schedule: BranchSchedule) -> int:
-    """The bytes of the logits of one tile of queries and one of keys, over batch and heads."""
+    """Returns the bytes of the logits of one tile of queries and one of keys, over batch and heads."""
     if schedule.implementation != "xla":
         return 0
     side = schedule.queries

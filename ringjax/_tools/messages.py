@@ -12,10 +12,10 @@ Direction = Literal["forward", "backward"]
 
 
 class Message(NamedTuple):
-    """What every device sends to others, so many `times`: `num_bytes` at once.
+    """A message that every device sends `times` times, each time with `num_bytes`.
 
-    Arrays that go together, such as keys and values, are one message. It reaches devices up to `distance` further. What
-    `is_hidden` has computation beside it that does not need it.
+    Arrays that are sent together, such as keys and values, are one message. It goes to devices up to `distance` away.
+    If it `is_hidden`, computation that does not need it runs beside it.
     """
 
     direction: Direction
@@ -33,13 +33,13 @@ def messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Messa
 
 
 def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) -> list[Message]:
-    """Returns what each device sends in one branch, beside what is exchanged."""
+    """Returns what each device sends in one branch, except in exchanges of tokens for heads."""
     of_strategy = _of_gather if schedule.is_gathered else _of_ring
     return [message for message in of_strategy(work, schedule, has_gradient) if message.num_bytes]
 
 
 def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
-    """What goes round or along: keys, and where they are the lighter side queries, with gradients."""
+    """Yields the messages of a ring: keys forward; backward keys, or queries if lighter, with gradients."""
     yield from _swaps(work, schedule, has_gradient, with_keys=True)
     yield from _ways("forward", schedule, schedule.key_rotations, schedule.keys, work.keys_row(schedule))
     if has_gradient:
@@ -63,7 +63,7 @@ def _ways(
 
 
 def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
-    """Keys that come at once, again for the gradient, and gradients that are summed where the keys are."""
+    """Yields the messages of a gather: keys, again in the backward, and gradients summed where their keys are."""
     yield from _swaps(work, schedule, has_gradient, with_keys=False)
     size = schedule.gather_size
     of_others = schedule.keys.num_padded_rows * (size - 1)
@@ -76,7 +76,7 @@ def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iter
 
 
 def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
-    """The halves that balanced shards give each other, and what returns."""
+    """Yields the messages of zigzag: the halves that shards swap, and the results that they swap back."""
     if not schedule.is_zigzag:
         return
     heads, _ = work.heads_of(schedule)
@@ -103,7 +103,7 @@ def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
 
 
 def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
-    """Returns what is exchanged, tokens for heads and back: all tokens once, or of each branch its rows."""
+    """Returns the messages that exchange tokens for heads and back: all tokens once, or the rows of each branch."""
     found: list[Message] = []
     for group in exchanged_together(schedule for schedule in schedules if schedule.ulysses_size > 1):
         found += _of_exchange(work, group, has_gradient, is_final=len(group) == len(work.pattern.branches))
@@ -116,7 +116,7 @@ def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final:
     queries, keys = (one.queries.chunk_rows, one.keys.chunk_rows) if schedules[0].exchanges_rows else tokens
     heads, kv_heads = work.num_heads, work.local_heads(size) * size  # which may be repeated
     item, sums, kv_width = work.itemsize, work.sum_itemsize, work.width + work.value_width
-    # Gradients of one kernel of cuDNN travel as it gives them, rounded.
+    # Gradients of a single cuDNN kernel are sent as it returns them, already rounded.
     is_rounded = len(schedules) == 1 and schedules[0].is_local and schedules[0].implementation == "cudnn"
     are_keys_last = is_rounded or not work.repeats_heads(size)
     result, grad = (item if is_final and is_last else sums for is_last in (True, are_keys_last))

@@ -1,4 +1,4 @@
-"""How many pairs of queries and keys a device computes: those that it keeps, and all those of the tiles that meet."""
+"""Counts the query-key pairs that a device computes: those that it keeps, and all pairs of active tiles."""
 
 import functools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _MOST_SHARDS, _MOST_BLOCKS, _MOST_OFFSETS = 16, 1024, 16
 def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     """Returns how many pairs of a query head the busiest device keeps, on average over the offsets of heads.
 
-    Of very long shards a sample of evenly spaced tokens is counted and scaled up.
+    In very long shards, a sample of evenly spaced tokens is counted and scaled up.
     """
     side = schedule.queries
     if schedule.is_zigzag:  # a triangle of all rows of the ring, in equal parts
@@ -40,16 +40,16 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
-    """Returns how many pairs are in the tiles of a query head that meet on the busiest device.
+    """Returns how many pairs are in the active tiles of a query head on the busiest device.
 
-    A tile of queries meets a tile of keys if a key lies between the first and the last that a query sees, of any heads.
-    Documents, and the pairs of earlier branches that a union leaves out, are not counted. Halves that are swapped count
-    whole.
+    A tile of queries and one of keys are active if, over all heads, a key lies between the first and the last key that
+    a query sees. Documents, and the pairs of earlier branches that a union leaves out, are ignored. Swapped halves
+    count whole.
     """
     queries, keys = schedule.queries, schedule.keys
     num_rows = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
     if schedule.is_zigzag:
-        # Of the own halves two triangles and a whole one, of those of each other shard two whole ones.
+        # Two triangles and a whole square of the shard's own halves, and two whole squares for each other shard.
         blocks = queries.num_blocks // 2
         tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
         return tiles * num_rows * keys.block_rows
@@ -60,13 +60,13 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
 
 
 def _extreme_shards(side: Side) -> set[int]:
-    """The shards that differ most: one of these is mostly the busiest."""
+    """Returns the shards that differ most: usually one of them is the busiest."""
     last = side.num_shards - 1
     return {0, side.num_shards // 2, max(0, last - 1), last}
 
 
 def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: np.ndarray) -> int:
-    """The keys that the blocks of a chunk of queries meet, in whole blocks; of very many blocks a sample is counted."""
+    """Returns the keys in active blocks, summed over a chunk's query blocks, of which very many are sampled."""
     branch, side = schedule.branch, schedule.queries
     sampled = np.arange(0, side.num_blocks, 1 + side.num_blocks // _MOST_BLOCKS)
     first, last = _ends(side, np.array([shard]), sampled, offsets)
@@ -80,7 +80,7 @@ def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: np.ndarray) ->
 
 
 def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: np.ndarray) -> tuple[Any, Any]:
-    """Returns the first and the last token, of any head, of each block of the first chunks of shards, in order.
+    """Returns the first and the last token, over all heads, of each block of the first chunk of each shard, in order.
 
     Blocks without a row are left out.
     """
@@ -98,7 +98,7 @@ def _ends(side: Side, shards: np.ndarray, blocks: np.ndarray, offsets: np.ndarra
 
 
 def _keys_met(schedule: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.ndarray]]:
-    """Yields the keys that meet a shard's queries, with the shards that they are of."""
+    """Yields the keys that a shard's queries are computed with, and the shards that these come from."""
     if schedule.is_gathered:
         size = schedule.gather_size
         yield schedule.keys, shard // size * size + np.arange(size)

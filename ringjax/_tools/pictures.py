@@ -1,4 +1,4 @@
-"""Draws patterns, and what strategies take; needs matplotlib, which is an extra."""
+"""Draws patterns and the costs of strategies; needs matplotlib, which is an extra."""
 
 import functools
 from collections.abc import Callable
@@ -42,14 +42,14 @@ def plot_pattern(
       length: the number of tokens.
       num_kv_heads: the number of key/value heads K.
       head: the head to draw.
-      is_causal: draw only the pairs of which the key's position is not after the query's.
+      is_causal: draw only the pairs whose key is not after their query.
       num_devices: draw the boundaries of so many devices, and say what they send.
 
     Returns:
       A matplotlib figure.
 
     Raises:
-      ValueError: for a number below 1, or a head that there is not.
+      ValueError: for a number below 1, or a head that does not exist.
       TypeError: if `is_causal` is neither true nor false.
       ModuleNotFoundError: without matplotlib, the extra ``plot``.
     """
@@ -93,7 +93,7 @@ def plot_pattern(
 def _multiplicity(
     pattern: DilatedPattern, length: int, num_kv_heads: int, is_causal: bool, only: int | None = None
 ) -> np.ndarray:
-    """How often pairs count [K, T, T], in one branch or in all."""
+    """Returns how often pairs count, [K, T, T], in one branch or in all."""
     if only is None:
         return pattern.multiplicity(length, num_kv_heads, is_causal)
     position, branch = np.arange(length), pattern.branches[only]
@@ -140,7 +140,7 @@ def _draw_field(axes: "Axes", total: np.ndarray, head: int) -> None:
 
 
 def _ways(schedule: BranchSchedule) -> str:
-    """What goes where, in words."""
+    """Returns in words what is sent where."""
     if schedule.is_local:
         return "nothing travels"
     words = []
@@ -156,7 +156,7 @@ def _ways(schedule: BranchSchedule) -> str:
 
 
 def plot_plans(compare: Callable[..., Any], path: str) -> None:
-    """Draws what each strategy sends, holds and takes over the number of devices and of tokens.
+    """Draws the bytes, memory and time of each strategy against the number of devices and of tokens.
 
     Args:
       compare: returns the comparison of other sizes, given `num_devices` or `num_tokens`.
@@ -198,7 +198,7 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
 
 
 def _scale(axes: "Axes") -> None:
-    """Gives an axis of figures a logarithmic scale, which has a zero where one is 0, and plain numbers."""
+    """Sets a logarithmic scale with plain numbers, which includes zero if a value is 0."""
     plt = _pyplot()
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
     if values.all():

@@ -1,4 +1,4 @@
-"""The planner: what each strategy will take for a model and a mesh, in a table, before anything runs."""
+"""The planner: compares what strategies cost for a model and a mesh, before anything runs."""
 
 import dataclasses
 import math
@@ -22,12 +22,12 @@ from ringjax._tools.comparison import Comparison, compare
 from ringjax._tools.machine import Machine, find_machine
 
 FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
-# The most of what a plan counts one by one; of all else 2^20.
+# Bounds of what a plan counts one by one; everything else is at most 2^20.
 _MOST = {"num_tokens": MAX_POSITIONS, "num_heads": 2**12}
 
 
 class PlanOptions(ChoiceOptions, KernelOptions, total=False):
-    """The options of `plan`; `features` are what few implementations serve."""
+    """The options of `plan`, except sizes; its `features` are options that few implementations serve."""
 
 
 @taking(PlanOptions)
@@ -65,7 +65,7 @@ def plan(
       mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
         or a mesh.
       axis_name: the axis that the sequence is sharded along.
-      head_axes: the axis, or axes, beside the sequence's that heads are sharded along; all others cut the batch.
+      head_axes: the axis or axes, besides the sequence's, that heads are sharded along; all others cut the batch.
       node_size: the devices of a node; what the device's figures say by default.
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
         figures in JSON.
@@ -73,10 +73,10 @@ def plan(
       **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
-      The strategies beside each other: `print` it for a table; `to_json()` gives its figures, `forecasts` all
-      strategies, `best` the one of the least bound of time, `example` the call to paste. Of a strategy `seconds` is the
-      bound of time, `memory` the bounds of the bytes that a device holds, `at_least` and `at_most`, and
-      `num_bytes("forward")`, or `"backward"`, those that it sends.
+      A comparison of the strategies: `print` it for a table; `to_json()` returns its figures, `forecasts` has all
+      strategies, `best` the one with the least time bound, and `example` the call to paste. Each forecast has
+      `seconds`, the time bound, `memory`, the bounds `at_least` and `at_most` of the bytes that a device holds, and
+      `num_bytes("forward")` or `num_bytes("backward")`, the bytes that it sends.
 
     Raises:
       ValueError, TypeError: for a wrong pattern, sizes that do not divide, an unknown device, feature or axis.
@@ -100,7 +100,7 @@ def plan(
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
     counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
-    # Of NumPy's integers, which figures in JSON must not be.
+    # JSON takes no NumPy integers.
     num_tokens, num_heads, num_kv_heads, batch_size = map(int, (num_tokens, num_heads, num_kv_heads, batch_size))
     head_dim, value_dim, sizes = int(head_dim), int(value_dim), {name: int(size) for name, size in sizes.items()}
     head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis != axis_name)
@@ -135,7 +135,7 @@ def plan(
 
 
 def _spec(sizes: dict[str, int], axis_name: str, head_axes: tuple[str, ...]) -> tuple[Any, ...]:
-    """Returns what axes cut batches, the sequence and heads; nothing where none but the sequence's cuts anything."""
+    """Returns the axes that cut batches, the sequence and heads; empty if the sequence's axis is the only one."""
     axes = [axis for axis in sizes if axis != axis_name]
     if not axes:
         return ()
@@ -148,7 +148,7 @@ def _read_mesh(mesh: Any, axis_name: str) -> dict[str, int]:
     """Returns the size of each axis of a mesh.
 
     Raises:
-      TypeError: if it is none.
+      TypeError: for a mesh of another type.
     """
     if is_integer(mesh):
         return {axis_name: int(mesh)}

@@ -1,4 +1,4 @@
-"""What the shared memory of a block of threads has: rooms for tiles, of one or two stages, and barriers."""
+"""The shared memory of a thread block: buffers for tiles, of one or two pipeline stages, and barriers."""
 
 import math
 from typing import Any, NamedTuple
@@ -9,22 +9,22 @@ from jax.experimental.pallas import mosaic_gpu
 from ringjax._kernels.hopper.chains import Chains, make_chains
 from ringjax._kernels.operands import QUERIES, KernelCall, KernelOperand
 
-# With what is in newer versions of jax alone.
+# Untyped: it has names that only newer versions of jax have.
 plgpu: Any = mosaic_gpu
 
 TILE_ROWS = 128
-COMPUTING = 2  # warpgroups; the next one copies
-STAGES = 2  # of tiles that come by
-_SHARED_BYTES = 220 * 1024  # of memory that a block has for tiles
+COMPUTING = 2  # warpgroups that compute; one more copies
+STAGES = 2  # of streamed tiles
+_SHARED_BYTES = 220 * 1024  # that a thread block has for tiles
 _LINE_BYTES = 128
 
 
 class Barriers(NamedTuple):
-    """What warpgroups wait for; of what is copied, one for each stage.
+    """The barriers that warpgroups wait for; those of copied tiles have one for each stage.
 
-    `stationary`: a tile that stays is there. `stays_spent`: both have read it. `streamed`: a tile of each of the two
-    operands that come by is there, and with the first one the per-row values. `spent`: both have read it. `order`: the
-    other one has got as far.
+    `stationary`: a stationary tile has arrived. `stays_spent`: both computing warpgroups have read it. `streamed`: a
+    tile of each of the two streamed operands has arrived, the first one with the per-row values. `spent`: both have
+    read it. `order`: the other computing warpgroup has reached the same point.
     """
 
     stationary: Any
@@ -35,7 +35,7 @@ class Barriers(NamedTuple):
 
 
 def chains_of(call: KernelCall, leaves: list[KernelOperand]) -> Chains:
-    """Returns the chains: of one tile where shared memory has no room for the next one."""
+    """Returns the chains: of one tile each if shared memory has no room for the next one."""
     num_bytes = lambda stationary: sum(
         math.prod(_room_shape(leaves[number])) * leaves[number].array.dtype.itemsize
         for number in staged(call, leaves, stationary)
@@ -47,37 +47,37 @@ def chains_of(call: KernelCall, leaves: list[KernelOperand]) -> Chains:
 
 
 def stay_stages(chains: Chains) -> int:
-    """Returns how many tiles that stay shared memory has at once."""
+    """Returns the number of stages of stationary tiles."""
     return min(2, chains.links)
 
 
 def staged(call: KernelCall, leaves: list[KernelOperand], stationary: bool) -> list[int]:
-    """Returns the numbers of the operands that are copied, of one side; sums are not."""
+    """Returns the numbers of one side's operands that are copied to shared memory: all but sums."""
     num_sums = sum(isinstance(result, jax.Array) for result in call.results)
     copied = leaves[: len(leaves) - num_sums]
     return [number for number, leaf in enumerate(copied) if (leaf.side == call.stationary) == stationary]
 
 
 def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int], list[int]]:
-    """Returns the operands that come by: the first one, with the per-row values, and the second."""
+    """Returns the numbers of the streamed operands: of the first one with the per-row values, and of the second."""
     numbers = staged(call, leaves, stationary=False)
     first, second = (number for number in numbers if not leaves[number].rows_last)
     return [first, *(number for number in numbers if leaves[number].rows_last)], [second]
 
 
 def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
-    """Returns the shape of a tile of an operand: on GPUs per-row values alone have their rows last."""
+    """Returns the shape of a tile of an operand: on GPUs only per-row values have their rows last."""
     return (TILE_ROWS,) if leaf.rows_last else (TILE_ROWS, leaf.array.shape[-1])
 
 
 def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> list[Any]:
-    """Returns the room of each operand that is copied."""
+    """Returns the shared-memory buffer of each operand that is copied."""
     rooms = []
     for stationary, stages in ((True, stay_stages(chains)), (False, STAGES)):
         for number in staged(call, leaves, stationary):
             leaf = leaves[number]
             dtype = leaf.array.dtype
-            # As the matrix unit wants its operands: a line of 128 bytes of each of eight rows.
+            # As the matrix unit reads its operands: tiles of eight rows by a line of 128 bytes, swizzled.
             lines = plgpu.TilingTransform((8, _LINE_BYTES // dtype.itemsize)), plgpu.SwizzleTransform(_LINE_BYTES)
             transforms = () if leaf.rows_last or call.interpret else lines
             rooms.append((number, plgpu.SMEM((stages, *_room_shape(leaf)), dtype, transforms=transforms)))

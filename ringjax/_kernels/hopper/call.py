@@ -1,8 +1,8 @@
-"""How a kernel for Hopper GPUs is run: a block of threads for a chain of tiles that stay, past which the others come.
+"""The launch of a kernel for Hopper GPUs: a thread block takes a chain of stationary tiles, and streams the others.
 
-Two warpgroups compute, each for half of the rows of the tile that stays. A third copies: a tile that stays, and then
-the tiles that come by, as many ahead as shared memory has stages. While the results of one tile are written, the next
-one is copied already. Barriers say what is there, what is spent, and which warpgroup multiplies next.
+Two warpgroups compute, each for half of the rows of the stationary tile. A third copies: the stationary tile, and then
+the streamed tiles, as many ahead as shared memory has stages. It copies the next stationary tile while the results of
+the last are written. Barriers say which tiles have arrived, which have been read, and which warpgroup multiplies next.
 """
 
 from collections.abc import Callable
@@ -30,17 +30,17 @@ from ringjax._kernels.hopper.buffers import (
 from ringjax._kernels.hopper.chains import Chains
 from ringjax._kernels.operands import KEYS, KernelCall, KernelOperand, flatten
 
-OWN_ROWS = TILE_ROWS // COMPUTING  # of a warpgroup, of the tile that stays
-# The registers of each thread of a warpgroup, of the 65536 that there are.
+OWN_ROWS = TILE_ROWS // COMPUTING  # a warpgroup's rows of the stationary tile
+# The registers of each thread of a warpgroup that computes, and of the one that copies, of 65536 in all.
 _REGISTERS, _REGISTERS_TO_COPY = 240, 24
 TURNS_OF_STEP = 2  # for products of queries and keys, and for those of weights and values
 
 
 class GpuStep(NamedTuple):
-    """What a kernel is given in a step: trees of references, as the arrays were, each to what of it meets.
+    """The inputs of a kernel in a step: references to the step's tiles, in trees like those of the arrays.
 
-    Those of the tile that stays are to the warpgroup's own rows. A kernel waits for each of the two operands that come
-    by, and releases it when it has read it for the last time: with the first one, also the per-row values.
+    References to the stationary tile are to the warpgroup's own rows. A kernel waits for each of the two streamed
+    operands, and releases it after the last read. The per-row values come with the first one.
     """
 
     given: tuple[Any, ...]
@@ -49,11 +49,11 @@ class GpuStep(NamedTuple):
     barriers: Barriers
 
     def wait(self, number: int) -> None:
-        """Waits until an operand is there."""
+        """Waits until a streamed operand has arrived."""
         plgpu.barrier_wait(self.barriers.streamed[number].at[self.slot])
 
     def release(self, number: int) -> None:
-        """Lets an operand be replaced."""
+        """Lets a streamed operand be overwritten."""
         plgpu.barrier_arrive(self.barriers.spent[number].at[self.slot])
 
     def arrive(self) -> None:
@@ -61,25 +61,25 @@ class GpuStep(NamedTuple):
         plgpu.barrier_arrive(self.barriers.order)
 
     def take_turn(self) -> None:
-        """Waits for the turn; the other one has to `arrive` as often as this one."""
+        """Waits for the turn; the other warpgroup has to `arrive` as often as this one."""
         plgpu.barrier_wait(self.barriers.order)
 
 
 @runtime_checkable
 class GpuKernel(Protocol):
-    """What a warpgroup computes: from sums that it starts, step by step, to results.
+    """What a warpgroup computes: it starts sums, adds to them step by step, and makes results of them.
 
-    One that `takes_turns` uses the matrix unit while the other warpgroup does not: `TURNS_OF_STEP` times in a step.
+    If it `takes_turns`, the two warpgroups use the matrix unit alternately: each `TURNS_OF_STEP` times in a step.
     """
 
     takes_turns: bool
 
     def start(self, before: tuple[Any, ...]) -> Any:
-        """Returns the sums of no step, given references to what is added to, if there is something."""
+        """Returns the initial sums, given references to the arrays to add to, if there are any."""
         ...
 
     def step(self, step: GpuStep, sums: Any) -> Any:
-        """Returns the sums with those of a step."""
+        """Returns the sums after a step."""
         ...
 
     def finish(self, sums: Any, before: tuple[Any, ...]) -> tuple[Array, ...]:
@@ -88,9 +88,9 @@ class GpuKernel(Protocol):
 
 
 class _Lists(NamedTuple):
-    """References to the tiles of chains, to how many steps each tile has, and to these.
+    """References to the tiles of chains, to the number of steps of each tile, and to these steps.
 
-    A tile's number is read, not computed: what is computed from the number of a block stays in registers.
+    A tile's number is read, not computed: values computed from the number of a thread block stay in registers.
     """
 
     tiles: Any
@@ -99,7 +99,7 @@ class _Lists(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile that stays: the stage of shared memory that has it, its number, and which entries its steps have."""
+    """A stationary tile: its stage in shared memory, its number, and the entries of its steps."""
 
     stage: Any
     number: Any
@@ -108,9 +108,9 @@ class _Tile(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What a block of threads knows: of each operand the reference, and for those that are copied the room.
+    """The state of a thread block: a reference to each operand, and the buffers of those that are copied.
 
-    It takes a chain of tiles of a head, whose steps are in the list with that number.
+    It takes one chain of the tiles of a head, whose steps are in list `list_number`.
     """
 
     call: KernelCall
@@ -129,7 +129,7 @@ class _Block(NamedTuple):
 
     @property
     def groups(self) -> np.int32:
-        """How many heads of queries share a tile of keys that stays."""
+        """The number of query heads that share a stationary tile of keys."""
         return np.int32(self.call.sizes.groups if self.call.stationary == KEYS else 1)
 
     def tile(self, link: Any) -> _Tile:
@@ -141,7 +141,7 @@ class _Block(NamedTuple):
         return _Tile(jax.lax.rem(link, np.int32(stay_stages(self.chains))), number, entry * num_others, num_steps)
 
     def over_tiles(self, take: Callable[[Any, _Tile, Any], None]) -> None:
-        """Takes each of its tiles, given its number and how many steps those before it have."""
+        """Calls `take` for each tile of its chain, with the tile's link and the number of steps before it."""
 
         def run(link: Any, steps: Any) -> Any:
             link = jax.lax.convert_element_type(link, np.int32)
@@ -152,17 +152,17 @@ class _Block(NamedTuple):
         jax.lax.fori_loop(np.int32(0), np.int32(self.chains.links), run, np.int32(0))
 
     def entry(self, tile: _Tile, step: Any) -> tuple[Any, Any]:
-        """Returns the entry of the list that a step takes, and which of the heads that share a tile of keys."""
+        """Returns the entry of a step in the list, and which of the heads that share a tile of keys it is for."""
         if self.groups == 1:
             return tile.start + step, 0
         return tile.start + jax.lax.div(step, self.groups), jax.lax.rem(step, self.groups)
 
     def is_full(self, tile: _Tile, step: Any) -> Any:
-        """Whether no mask cuts what meets in a step."""
+        """Returns whether the block of a step is full."""
         return is_full_step(self.lists.steps[self.entry(tile, step)[0]])
 
     def copy(self, tile: _Tile, step: Any, number: int, room: Any, barrier: Any) -> None:
-        """Copies a tile of an operand."""
+        """Copies a tile of an operand to shared memory."""
         (entry, group), leaf = self.entry(tile, step), self.leaves[number]
         place = self.call.sizes.place(self.head, group, tile.number, streamed_in(self.lists.steps[entry]))
         rows = pl.ds(place.tiles[leaf.side] * TILE_ROWS, TILE_ROWS)
@@ -194,7 +194,7 @@ def launch(call: KernelCall) -> list[Array]:
         cost_estimate=pl.CostEstimate(**call.cost(arrays)),
         interpret=call.interpret or None,
     )
-    # What comes out of a kernel is not said to vary along axes of the mesh.
+    # The types of a kernel's results do not say that they vary along mesh axes.
     varying = tuple(call.varying.varying)
     return call.take_back([jax.lax.pcast(array, varying, to="varying") for array in run(*scalars, *arrays)])
 
@@ -207,7 +207,7 @@ def _enter(
     tree: Any,
     refs: tuple[Any, ...],
 ) -> _Block:
-    """Returns what a block of threads knows, which begins: the head and the chain that are its own."""
+    """Returns the state of a thread block that starts, with its own head and chain."""
     lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
     index, num_chains, sizes = jax.lax.axis_index("chain"), np.int32(chains.num_chains), call.sizes
     head, chain = jax.lax.div(index, num_chains), jax.lax.rem(index, num_chains)
@@ -230,7 +230,7 @@ def _enter(
 
 
 def _copy(block: _Block) -> None:
-    """What the warpgroup does that copies."""
+    """Runs the warpgroup that copies."""
     plgpu.set_max_registers(_REGISTERS_TO_COPY, action="decrease")
     barriers, stages = block.barriers, stay_stages(block.chains)
 
@@ -254,7 +254,7 @@ def _copy(block: _Block) -> None:
 
 
 def _compute(block: _Block, warpgroup: Any) -> None:
-    """What a warpgroup does that computes."""
+    """Runs a warpgroup that computes."""
     plgpu.set_max_registers(_REGISTERS, action="increase")
     kernel: GpuKernel = block.call.kernel
     wait = lambda: _take_turns(block.barriers, 1)
@@ -271,7 +271,7 @@ def _take_turns(barriers: Barriers, count: int) -> None:
 
 
 def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> None:
-    """Computes the warpgroup's rows of a tile; so many steps were `before`."""
+    """Computes the warpgroup's rows of a tile; `before` is the number of earlier steps."""
     kernel, barriers = block.call.kernel, block.barriers
     own = pl.ds(warpgroup * OWN_ROWS, OWN_ROWS)
     rows = pl.ds(tile.number * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
@@ -282,8 +282,9 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     stationary = set(staged(block.call, block.leaves, stationary=True))
     plgpu.barrier_wait(barriers.stationary.at[tile.stage])
     if kernel.takes_turns:
-        # The second warpgroup ends a tile in the turns of the next one. Did that have none, it would wait for the first
-        # one, which waits for the tile after that, which waits for the stage that the second one still has.
+        # The second warpgroup ends a tile in the first one's turns of the next tile. If that had none, the second would
+        # wait for the first, which waits for the tile after that, whose copy waits for the stage that the second still
+        # holds.
         pl.when(tile.num_steps == 0)(lambda: _take_turns(barriers, TURNS_OF_STEP))
 
     def take(step: Any, sums: Any) -> Any:
@@ -296,5 +297,5 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     sums = jax.lax.fori_loop(np.int32(0), tile.num_steps, take, kernel.start(sums_before))
     plgpu.barrier_arrive(barriers.stays_spent.at[tile.stage])
     for out, result in zip(outs, kernel.finish(sums, sums_before), strict=True):
-        # Unoptimized: values of 16 bits fill but half of what memory takes at once.
+        # Unoptimized: values of 16 bits fill only half of a memory transaction.
         plgpu.store(out, result.astype(out.dtype), optimized=False)

@@ -1,4 +1,4 @@
-"""Chains: which tiles that stay a block of threads of a GPU takes, one after the other."""
+"""Chains: the stationary tiles that a thread block of a GPU takes, one after the other."""
 
 import math
 from typing import NamedTuple
@@ -7,18 +7,18 @@ import numpy as np
 from jaxtyping import Int
 
 MOST_LINKS = 4
-PROCESSORS = 132  # of an H100 and of an H200; each has one block at a time
-# How much longer the last blocks may take because some processors have none.
+PROCESSORS = 132  # of an H100 and of an H200; each runs one thread block at a time
+# How much longer a launch may take because some processors are idle during the last thread blocks.
 _MOST_LONGER = 1 / 16
 
 
 class Chains(NamedTuple):
-    """The tiles of a head, in chains of so many `links`.
+    """The tiles of a head, in chains of `links` tiles.
 
-    Of causal attention the last queries meet most keys, and the first keys most queries. Blocks begin there, with
-    `is_from_last` at the last tile, so that none ends long after the others; and every other link is counted from the
-    other end, so that chains are as long as each other. Blocks beside each other have tiles that follow each other:
-    what these share is in the cache.
+    In causal attention, the last queries attend to the most keys, and the most queries to the first keys. The first
+    thread blocks start there, at the last tile if `is_from_last`, so that none ends long after the others. Every other
+    link is counted from the other end, so that chains take equally long. Neighboring thread blocks have neighboring
+    tiles, which share streamed tiles in the cache.
     """
 
     num_tiles: int
@@ -39,10 +39,10 @@ class Chains(NamedTuple):
 
 
 def make_chains(num_tiles: int, num_heads: int, is_from_last: bool, can_link: bool) -> Chains:
-    """Returns chains of as many links as there may be, of one where tiles cannot be linked.
+    """Returns chains of as many links as possible, or of one if tiles cannot be linked.
 
-    A block begins and ends while its processor computes nothing, once for each chain. But the more links, the fewer
-    blocks: all processors have to be busy to the end.
+    A processor is idle while a thread block starts and ends, once for each chain. But more links make fewer thread
+    blocks, and these have to keep all processors busy to the end.
     """
     for links in range(MOST_LINKS if can_link else 1, 1, -1):
         rounds = num_heads * num_tiles / (links * PROCESSORS)

@@ -1,7 +1,7 @@
 """Kernels for Hopper GPUs: attention of tiles of queries on tiles of keys, with any mask, forward and backward.
 
-They compute what `tpu` computes on TPUs. A warpgroup has some rows of the tile that stays, and registers for their
-sums. Numbers of 16 bits are multiplied, and added in float32.
+They compute what `tpu.kernels` computes on TPUs. A warpgroup computes some rows of the stationary tile, and holds their
+sums in registers. Products are of 16-bit numbers, sums in float32.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from ringjax._kernels.operands import KEYS, LEAST, LOG2E, QUERIES, Given, forwar
 from ringjax._kernels.softmax import Weighting
 from ringjax._pattern import dropout
 
-# The rows of a tile that come by which the gradients take at once: as many as registers hold the weights of.
+# The rows of a streamed tile that gradients take at once: as many as registers can hold the weights of.
 _PART_ROWS = 64
-# How values of a tile lie in the registers of a warpgroup: where the matrix unit leaves them.
+# The layout of a tile's values in the registers of a warpgroup: that of the matrix unit's results.
 _TILE = plgpu.Layout.WGMMA
 _COLUMN, _ROW = _TILE.reduce(1), _TILE.reduce(0)
-STAYS, PASSES = 0, 1  # the axes of a tile of pairs
+STAYS, PASSES = 0, 1  # the axes of a tile of pairs: stationary and streamed rows
 
 Sums = tuple[Array, ...]
 
 
 def parts_of(rows: int) -> tuple[int, ...]:
-    """Returns how many tiles of so many rows come by in one step."""
+    """Returns the possible numbers of streamed tiles in one step."""
     del rows
     return (1,)
 
 
-# In a kernel. Pallas' interpreter has no matrix unit that takes registers: there it is a product of arrays.
+# Inside kernels. Pallas' interpreter has no matrix unit with register operands, and multiplies arrays instead.
 
 
 def _transposed(ref: Any) -> Any:
@@ -46,7 +46,7 @@ def _transposed(ref: Any) -> Any:
 
 
 def _multiply(one: Any, other: Any, interpret: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """Returns the product of rows that stay with a matrix; does something `meanwhile`."""
+    """Returns the product of stationary rows with a matrix; calls `meanwhile` before it waits for the result."""
     if interpret:
         meanwhile()
         return jnp.dot(one[...], other[...], preferred_element_type=jnp.float32)
@@ -60,7 +60,7 @@ def _multiply(one: Any, other: Any, interpret: Any, meanwhile: Callable[[], None
 
 
 def _add_products(sums: Sums, pairs: Sequence[tuple[Any, Any]], interpret: Any) -> Sums:
-    """Adds products of rows that stay, or weights of these, with matrices."""
+    """Adds products of stationary rows, or their weights, with matrices: a pair for each of the sums."""
     if interpret:
         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
         return tuple(total + dot(one[...], other[...]) for total, (one, other) in zip(sums, pairs, strict=True))
@@ -79,29 +79,29 @@ def _zeros(width: int) -> Array:
 def _rows(ref: Any) -> Array:
     """Reads rows of sums.
 
-    What is read is said to vary along axes of a mesh, the results of operations in a kernel are not, and a loop needs
-    both alike: so it is multiplied.
+    The type of a value that is read varies along mesh axes, that of an operation's result in a kernel does not, and a
+    loop needs equal types: so the value is multiplied.
     """
     return plgpu.load(ref, layout=_TILE, optimized=False) * 1.0
 
 
 def _per_row(ref: Any, axis: int) -> Array:
-    """Reads the number of each row."""
+    """Reads the value of each row, laid out for an axis of pairs."""
     return plgpu.load(ref, layout=_ROW if axis == PASSES else _COLUMN, optimized=False)
 
 
 def _axis(side: int, stationary: int) -> int:
-    """Returns the axis of pairs along which the rows of a side are."""
+    """Returns the axis of the rows of a side in a tile of pairs."""
     return STAYS if side == stationary else PASSES
 
 
 def _widen(array: Array, axis: int, shape: tuple[int, ...]) -> Array:
-    """Repeats per-row values."""
+    """Broadcasts per-row values to all pairs."""
     return jax.lax.broadcast_in_dim(array, shape, [axis])
 
 
 def _read(refs: Any, axis: int, shape: tuple[int, ...]) -> Any:
-    """Reads values of rows that stay or come by, for all pairs."""
+    """Reads the values of rows along an axis, for all pairs."""
     return jax.tree.map(lambda ref: _widen(_per_row(ref, axis), axis, shape), refs)
 
 
@@ -117,7 +117,7 @@ def _mask(scores: Array, refs: Any, stationary: int, is_full: Any) -> Array:
 
 
 def _scores(weighting: Weighting, product: Array) -> Array:
-    """Returns what `Weighting.scores` does, to 2e-6 of a cap."""
+    """Returns what `Weighting.scores` does, to within 2e-6 of the cap."""
     if weighting.logits_soft_cap is None:
         return product
     # tanh(x) = 1 - 2 / (1 + exp(2 x)). A GPU's own tanh errs by 5e-4, its exponential and inverse root by 2^-22; a
@@ -135,7 +135,7 @@ def _is_kept(refs: Any, stationary: int, shape: tuple[int, ...], rate: float) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """The softmax under way of each query: its maximum, as an exponent of two, its denominator, and its numerator."""
+    """The online softmax of each query: its maximum, as an exponent of two, its denominator, and its numerator."""
 
     weighting: Weighting
     width: int
@@ -147,7 +147,7 @@ class _Forward:
         if not before:
             row = lambda fill: plgpu.layout_cast(jnp.full(OWN_ROWS, fill, jnp.float32), _COLUMN)
             return row(LEAST), row(0.0), _zeros(self.width)
-        # As one key of a weight of one.
+        # The earlier result counts as one key with weight one.
         out, lse = before
         lse = _per_row(lse, STAYS)
         total = jnp.where(lse == -jnp.inf, 0.0, 1.0)
@@ -176,7 +176,7 @@ class _Forward:
             weights = jnp.where(is_kept, weights * self.weighting.kept_scale, 0.0)
             step.release(0)
         weights = weights.astype(value.dtype)
-        # One warpgroup makes weights while the other one multiplies.
+        # Complete before the turn ends: one warpgroup makes weights while the other one multiplies.
         out, total, maximum, weights = jax.lax.optimization_barrier((out, total, maximum, weights))
         step.arrive()
         step.wait(1)
@@ -194,8 +194,8 @@ class _Forward:
         return out * _widen(inverse, STAYS, out.shape), lse
 
 
-# The backward: its derivation stands in `_kernels.softmax`. Each of two kernels computes the weights of a pair again,
-# the one of keys with these transposed: a tile of pairs has the rows that stay first.
+# The backward, which `_kernels.softmax` derives. Each of its two kernels recomputes the weights. The kernel of keys
+# computes them transposed: a tile of pairs has the stationary rows first.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class _Gradient:
         return tuple(map(_zeros, self.widths))
 
     def weigh(self, one: Any, other: Any, lse: Any, masks: Any, stationary: int, is_full: Any) -> tuple[Array, Array]:
-        """Returns the weights of pairs, some dropped; and times the slope of a cap, with a minus where dropped."""
+        """Returns the weights of pairs after dropout; and weights times the slope of a cap, negative where dropped."""
         dtype, rate = one.dtype, self.weighting.dropout_rate
         scores = _scores(self.weighting, _multiply(one, _transposed(other), self.interpret))
         seen = _mask(scores, masks, stationary, is_full)
@@ -221,7 +221,7 @@ class _Gradient:
             weights = jnp.where(_is_kept(masks, stationary, seen.shape, rate), weights, -weights)
         found = self.keep(weights, weights).astype(dtype)
         if self.weighting.logits_soft_cap is not None:
-            # Now: registers have no room for the scores beside other weights.
+            # Computed here, because registers have no room for the scores beside other weights.
             weights = jax.lax.optimization_barrier(weights * (1 - scores * scores))
         return found, weights
 
@@ -231,7 +231,7 @@ class _Gradient:
         return jnp.abs(weights) * (self.keep(weights_grad, weights) - delta)
 
     def keep(self, array: Array, weights: Array) -> Array:
-        """Returns what is kept of an array, in proportion: that of weights without a minus."""
+        """Applies dropout, if any: scales up the entries of positive weights, and zeroes the others."""
         rate = self.weighting.dropout_rate
         return jnp.where(weights > 0, array * self.weighting.kept_scale, 0.0) if rate else array
 
@@ -245,7 +245,7 @@ class _Gradient:
 
 
 def _parts(tree: Any) -> list[Any]:
-    """Cuts references to a tile that comes by into those of parts."""
+    """Cuts references to a streamed tile into references to its parts of `_PART_ROWS` rows."""
     starts = range(0, TILE_ROWS, _PART_ROWS)
     return [jax.tree.map(lambda ref, start=start: ref.at[pl.ds(start, _PART_ROWS)], tree) for start in starts]
 
@@ -278,7 +278,7 @@ class _KeyGradient(_Gradient):
         streamed = map(_parts, (query, out_grad, stats, query_masks))
         for query_part, out_grad_part, some, masks in zip(*streamed, strict=True):
             found, weights = self.weigh(key, query_part, some.lse, (masks, key_masks), KEYS, step.is_full)
-            # Registers have room for no more weights than these beside the sums.
+            # Beside the sums, registers have room for these weights only.
             pairs = (found, out_grad_part), (value, _transposed(out_grad_part))
             zeros = plgpu.layout_cast(jnp.zeros_like(weights), _TILE)
             value_sum, weights_grad = _add_products((value_sum, zeros), pairs, self.interpret)
@@ -290,21 +290,21 @@ class _KeyGradient(_Gradient):
 
 
 def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Returns what `tpu.forward` does, with heads behind rows."""
+    """Returns what `tpu.kernels.forward` does, with heads after rows."""
     kernel = _Forward(given.weighting, given.value.shape[-1], given.interpret)
     out, lse = launch(forward_call(kernel, given, before))
     return out, lse
 
 
 def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B T N H"]:
-    """Returns what `tpu.backward_queries` does."""
+    """Returns what `tpu.kernels.backward_queries` does, with heads after rows."""
     kernel = _QueryGradient(given.weighting, (given.query.shape[-1],), given.interpret)
     (grad,) = launch(gradient_call(kernel, given, QUERIES, before))
     return grad
 
 
 def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-    """Returns what `tpu.backward_keys` does."""
+    """Returns what `tpu.kernels.backward_keys` does, with heads after rows."""
     widths = given.key.shape[-1], given.value.shape[-1]
     kernel = _KeyGradient(given.weighting, widths, given.interpret)
     key_grad, value_grad = launch(gradient_call(kernel, given, KEYS, before))

@@ -9,7 +9,7 @@ import jax
 
 from ringjax._pattern.warning import warn_once
 
-# CUDA 12.8.0 to 12.9.0, which miscompile masked kernels: jax refuses its own with them too.
+# CUDA 12.8.0 to 12.9.0, which miscompile masked kernels: jax refuses to compile its own with them too.
 MISCOMPILING = (12, 8), (12, 9, 86)
 
 

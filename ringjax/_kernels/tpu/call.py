@@ -1,4 +1,4 @@
-"""How a kernel for TPUs is run: its operands and masks tile by tile, over the list of active blocks."""
+"""The launch of a kernel for TPUs, which reads its operands and masks tile by tile, over the list of active blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ from ringjax._kernels.mask import BlockMask
 from ringjax._kernels.operands import KEYS, QUERIES, KernelCall, KernelOperand, Place, Sizes, flatten
 
 _VMEM_BYTES = 64 * 2**20
-# The most entries of a list: two words of each take half of scalar memory, a mebibyte.
+# The most entries of a list: at two words each, they take half of the mebibyte of scalar memory.
 MAX_ENTRIES = 2**16
 
 
 def _entry(step: Any, sizes: Sizes) -> tuple[Any, Any]:
-    """Returns the entry of the list that a step takes, and which of the heads that share a tile of keys takes it."""
+    """Returns the entry of a step in the list, and which of the heads that share a tile of keys it is for."""
     if sizes.stationary == QUERIES or sizes.groups == 1:
         return step, 0
     return jax.lax.div(step, np.int32(sizes.groups)), jax.lax.rem(step, np.int32(sizes.groups))
@@ -49,11 +49,11 @@ def _block(operand: KernelOperand, sizes: Sizes) -> pl.BlockSpec:
 def launch(call: KernelCall) -> list[Array]:
     """Runs a kernel: `kernel(step, (masks, queries, keys, stats, sums), results, scratch, sizes)`.
 
-    It gets references, in trees as the arrays were; `sums` are what is added to, if there is something.
+    The kernel gets references, in trees like those of the arrays; `sums` are the arrays to add to, if there are any.
     """
     sizes, given, outs = call.sizes, call.operands(), call.outs()
     leaves, tree = flatten(given)
-    # What is added to is the last of what is given, and written where it was.
+    # The arrays to add to are the last operands; results are written in their place.
     num_sums = len(given[-1])
     aliases = {2 + len(leaves) - num_sums + number: number for number in range(num_sums)}
 
@@ -95,7 +95,7 @@ def _in_bands(
     outs: list[KernelOperand],
     sizes: Sizes,
 ) -> list[Array]:
-    """Runs a kernel on some of the tiles that stay after others: as many as scalar memory holds the lists of."""
+    """Runs a kernel on bands of stationary tiles, one after the other: scalar memory has room for the lists of one."""
     lists, tiles, others = blocks.is_active.shape
     most = tiles * lists * -(-others // sizes.parts[1 - sizes.stationary])
     bands = next((n for n in range(1, tiles) if tiles % n == 0 and most <= n * MAX_ENTRIES), tiles)

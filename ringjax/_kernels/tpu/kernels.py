@@ -23,15 +23,15 @@ from ringjax._kernels.tpu.call import launch
 from ringjax._pattern import dropout
 
 LANES = 128  # the columns of a register
-STEP_ROWS = 2048  # the most rows of the tiles that come by in a step
-# With more rows of queries than the first, so many keys are multiplied at once, where no mask cuts the tile.
+STEP_ROWS = 2048  # the most rows of the streamed tiles of a step
+# If a tile has more than `_MANY_ROWS` queries, keys of a full block are multiplied `_KEYS_AT_ONCE` at a time.
 _MANY_ROWS, _KEYS_AT_ONCE = 512, 256
 
 Sums = tuple[Array, ...]
 
 
 def parts_of(rows: int) -> tuple[int, ...]:
-    """Returns how many tiles of so many rows may come by in one step, the most first."""
+    """Returns the possible numbers of streamed tiles of `rows` rows in one step, the largest first."""
     return (*(count for count in (4, 2) if count * rows <= STEP_ROWS), 1)
 
 
@@ -39,8 +39,8 @@ def _parts(of_mask: Array) -> int:
     return next(count for count in parts_of(of_mask.shape[-1]) if of_mask.shape[0] % count == 0)
 
 
-# In a kernel. Numbers of rows lie along lanes, [1, R]; where they have to lie along sublanes, they are transposed once
-# for a step, to columns that are all the same: [R, LANES].
+# Inside kernels. Per-row values lie along lanes, [1, R]. If they have to lie along sublanes, they are transposed once
+# for a step, to equal columns, [R, LANES].
 
 
 def _column(row: Array) -> Array:
@@ -52,13 +52,13 @@ def _columns(refs: Any) -> Any:
 
 
 def _widen(columns: Any, width: int) -> Any:
-    """Makes so many of columns that are all the same."""
+    """Returns `width` of equal columns, or one that broadcasts."""
     repeat = lambda column: jnp.tile(column, (1, width // LANES)) if width % LANES == 0 else column[:, :1]
     return jax.tree.map(repeat, columns)
 
 
 def _fold_lanes(array: Array) -> Array:
-    """Adds up the registers of a row, lane by lane: [R, LANES]. To add up lanes too, once at the end, is slow."""
+    """Adds up the registers of a row, lane by lane: [R, LANES]. Adding up lanes is slow, and done once at the end."""
     return functools.reduce(jnp.add, (array[:, lane : lane + LANES] for lane in range(0, array.shape[1], LANES)))
 
 
@@ -66,12 +66,12 @@ def _rows(refs: Any, at: Any) -> Any:
     return jax.tree.map(lambda ref: ref[0, :, at], refs)
 
 
-# Arrays have rows of a head, [R, H]; where the `rows_last`, [H, R]. Of the tile that stays these are transposed, once;
-# what comes by is multiplied as it is, along one axis or the other.
+# Arrays have the rows of a head as [R, H], or, if `rows_last`, as [H, R]. Then the stationary tile is transposed, once.
+# Streamed tiles are multiplied as they are, along one axis or the other.
 
 
 def _staying(refs: tuple[Any, ...], transposed: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
-    """Returns references to the tile that stays, [R, H]: to where they are `transposed`, if they are."""
+    """Returns references to the stationary tile, [R, H]: to its `transposed` copies, if there are any."""
     if not transposed:
         return tuple(ref.at[0] for ref in refs)
 
@@ -88,7 +88,7 @@ def _passing(ref: Any, at: Any, sizes: Sizes) -> Array:
 
 
 def _turn(array: Array, sizes: Sizes) -> Array:
-    """Makes rows [R, H] of rows as arrays have them, and the other way round."""
+    """Converts rows from the layout of arrays to [R, H], and back."""
     return array.T if sizes.rows_last else array
 
 
@@ -99,10 +99,11 @@ def _for_parts(
     compute: Callable[[Any, Any, bool], None],
     has_cut_path: bool,
 ) -> None:
-    """Computes the parts that meet the tile which stays.
+    """Computes the active blocks of a step, one for each part.
 
-    `prepare(is_cut)` gives what all of them need, and `compute(prepared, part, is_cut)` is called for each. All parts
-    in a row keep the units busy, and take long to compile: those that are cut only where it `has_cut_path`.
+    `prepare(is_cut)` returns what all of them need, and `compute(prepared, part, is_cut)` is called for each, with a
+    mask if `is_cut`. An unrolled loop over the parts keeps the units busy, but takes long to compile: loops with a mask
+    are unrolled only if `has_cut_path`.
     """
 
     def in_a_row(is_cut: bool) -> None:
@@ -128,18 +129,18 @@ def _for_parts(
 
 def _multiply(one: Array, other: Array, axis: int, weighting: Weighting) -> Array:
     dimensions = ((1,), (axis,)), ((), ())
-    # Products of two bfloat16 are exact in float32: the compiler knows no higher precision of these.
+    # Products of two bfloat16 are exact in float32, so the compiler has no higher precision for them.
     precision = weighting.precision if one.dtype == jnp.float32 else None
     return jax.lax.dot_general(one, other, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _products(one: Array, other: Array, sizes: Sizes, weighting: Weighting) -> Array:
-    """Multiplies rows that stay with rows that pass: [R of one, R of other]."""
+    """Multiplies stationary rows with streamed rows: [R of one, R of other]."""
     return _multiply(one, other, 0 if sizes.rows_last else 1, weighting)
 
 
 def _sums(weights: Array, other: Array, sizes: Sizes, weighting: Weighting) -> Array:
-    """Adds up rows that pass, with weights [R of one, R of other]: [R of one, H]."""
+    """Adds up streamed rows, with weights [R of one, R of other]: [R of one, H]."""
     return _multiply(weights.astype(other.dtype), other, 1 if sizes.rows_last else 0, weighting)
 
 
@@ -153,7 +154,7 @@ def _drop(array: Array, masks: Any, weighting: Weighting) -> Array:
 def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N _ _"], Float[Array, "B N T"]]:
     """Returns the output and the lse of each query: zeros and -inf for one that attends to nothing.
 
-    Given those of other keys `before`, returns those of all.
+    Given the results of other keys, `before`, returns those of all keys.
     """
     kernel = functools.partial(_forward_kernel, weighting=given.weighting)
     out, lse = _run(forward_call(kernel, given, before), given, (LANES, LANES, given.width(given.value)))
@@ -161,7 +162,7 @@ def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N
 
 
 def _run(call: KernelCall, given: Given, widths: tuple[int, ...]) -> list[Array]:
-    """Runs a kernel that keeps so wide sums of the rows of a tile that stays, and these where they are transposed."""
+    """Runs a kernel that keeps sums of these widths for stationary rows, and these rows if they are transposed."""
     rows, stay = call.sizes.rows[call.stationary], call.queries if call.stationary == QUERIES else call.keys
     sums = tuple(pltpu.VMEM((rows, width), jnp.float32) for width in widths)
     transposed = tuple(pltpu.VMEM((rows, given.width(array)), array.dtype) for array in stay)
@@ -182,7 +183,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         return _columns(query_mask) if is_cut or weighting.dropout_rate else None
 
     def attend(columns: Any, part: Any, is_cut: bool) -> None:
-        is_busy = is_cut or weighting.dropout_rate > 0  # with more than products and their weights
+        is_busy = is_cut or weighting.dropout_rate > 0  # has more work than products and their weights
         is_split = sizes.rows[QUERIES] > _MANY_ROWS and rows % _KEYS_AT_ONCE == 0 and not is_busy
         size = _KEYS_AT_ONCE if is_split else rows
         for start in range(0, rows, size):
@@ -193,7 +194,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         masks = _widen(columns, at.size), _rows(key_mask, at)
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
-        # The maximum is that of exponents of two, and in all lanes.
+        # The maximum is an exponent of two, the same in all lanes.
         former = maximum_ref[...]
         maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * logit_scale)  # [Rq, LANES]
         weights = jnp.exp2(scores * logit_scale - _widen(maximum, at.size))
@@ -210,7 +211,7 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
 
 
 def _start_softmax(softmax: Any, before: Any, sizes: Sizes) -> None:
-    """Starts the softmax of a tile with what was `before`, as one key of weight one, whose lanes add up to that."""
+    """Starts the softmax of a tile: the results `before` count as one key of weight one, the sum of its lanes."""
     maximum_ref, denominator_ref, numerator_ref = softmax
     if before:
         before_out, before_lse = before
@@ -235,12 +236,12 @@ def _finish_softmax(results: Any, softmax: Any, sizes: Sizes) -> None:
     lse_ref[0] = lse.T[:1]
 
 
-# The backward: its derivation stands in `_kernels.softmax`. Each of two kernels computes the weights of a pair again,
-# the one of keys with these transposed, so that none of its products has a transposed operand.
+# The backward, which `_kernels.softmax` derives. Each of its two kernels recomputes the weights. The kernel of keys
+# computes them transposed, so that none of its products has a transposed operand.
 
 
 def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B N _ _"]:
-    """Returns the gradient of queries, added to what was `before`."""
+    """Returns the gradient of queries, added to that `before`."""
     kernel = functools.partial(_query_gradient_kernel, weighting=given.weighting)
     (grad,) = _run(gradient_call(kernel, given, QUERIES, before), given, (given.width(given.query),))
     return grad
@@ -279,7 +280,7 @@ def _query_gradient_kernel(
 
 
 def backward_keys(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B K _ _"], Float[Array, "B K _ _"]]:
-    """Returns the gradients of keys and of values, added to what was `before`."""
+    """Returns the gradients of keys and of values, added to those `before`."""
     kernel = functools.partial(_key_gradient_kernel, weighting=given.weighting)
     widths = given.width(given.key), given.width(given.value)
     key_grad, value_grad = _run(gradient_call(kernel, given, KEYS, before), given, widths)
@@ -325,7 +326,7 @@ def _key_gradient_kernel(
 def _tile_gradients(
     scores: Array, weights_grad: Array, stats: Any, masks: Any, is_cut: bool, weighting: Weighting
 ) -> tuple[Array, Array]:
-    """Returns the weights of pairs, some dropped, and the gradient of their logits without the scale."""
+    """Returns the weights of pairs after dropout, and the gradient of their logits without the scale."""
     lse, delta = stats
     logits = scores * (weighting.logit_scale * LOG2E)
     if is_cut:

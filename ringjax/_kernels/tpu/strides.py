@@ -1,7 +1,7 @@
-"""One of r tokens for each head on TPUs, where the tokens of narrow heads are last, [B, N, D, n].
+"""Every r-th token of each head on TPUs, where the tokens of narrow heads are the last axis, [B, N, D, n].
 
-There XLA takes rows from arrays with the width last, which a TPU pads to whole registers. These kernels transpose a
-block of tokens, whose rows are then a stride apart, and need no array beside what they read and write.
+XLA would take rows from arrays with the width last, which a TPU pads to whole registers. These kernels transpose a
+block of tokens, whose rows are then a stride apart, and need no arrays besides their inputs and outputs.
 """
 
 import math
@@ -16,16 +16,16 @@ from jaxtyping import Array, Shaped
 
 from ringjax._kernels.strides import Combine, Strides
 
-LANES = 128  # the columns of a register: rows are a stride apart in one register
+LANES = 128  # the columns of a register; rows a stride apart are read within one register's columns
 _MOST_ROWS, _MOST_TOKENS = 512, 4096  # of a block
-_LEAST_WIDTH = 32  # of a part of a head that is wider than a register
+_LEAST_WIDTH = 32  # of a block, if heads are wider than a register and cut into parts
 _VMEM_BYTES = 64 * 2**20
 
 
 class _Blocks(NamedTuple):
-    """How tokens [B * N, D, n] and their rows are cut: blocks of `rows` rows of a phase.
+    """The blocks of tokens [B * N, D, n] and of their rows: each has `rows` rows of a phase.
 
-    Of each head the rows of one phase are wanted, its offset, or the `phases`, all of them.
+    `phases` is one if only the rows at its offset are wanted of each head, or the rate if those of all phases are.
     """
 
     shape: tuple[int, int, int]
@@ -51,7 +51,7 @@ class _Blocks(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """The heads, the parts of their widths, the blocks of their tokens, and the phases of these."""
+        """The grid: heads, parts of their width, blocks of their tokens, and phases."""
         return self.shape[0], self.shape[1] // self.width, self.num_blocks, self.phases
 
     @property
@@ -71,13 +71,13 @@ class _Blocks(NamedTuple):
         return pl.BlockSpec((1, self.width, self.rows), index)
 
     def at(self, offset: Any) -> Any:
-        """Returns the places of the rows of a phase among the tokens of a block."""
+        """Returns the index of the rows of a phase among the tokens of a block."""
         return pl.ds(offset, self.rows, self.rate), slice(None)
 
     def run(self, kernel: Any, offsets: Array, *arrays: Array, name: str, is_put: bool, interpret: Any) -> Array:
-        """Runs `kernel(offset, phase, *refs, transposed)` with a block of tokens `transposed` beside it.
+        """Runs `kernel(offset, phase, *refs, transposed)`, with scratch memory for a `transposed` block of tokens.
 
-        Where it `is_put`, it reads rows and tokens, and writes tokens in place; else it reads tokens and writes rows.
+        If `is_put`, the kernel reads rows and tokens, and writes tokens in place; else it reads tokens and writes rows.
         """
         *_, tokens = arrays
 
@@ -114,7 +114,7 @@ class _Blocks(NamedTuple):
 
 
 class TpuStrides(Strides):
-    """The ways of kernels, and those of XLA for what is no whole number of their blocks."""
+    """Strides by kernels, or by XLA for arrays that are not a whole number of the kernels' blocks."""
 
     def __init__(self, interpret: Any = False) -> None:
         self.interpret = interpret
@@ -165,7 +165,7 @@ class TpuStrides(Strides):
             def _() -> None:
                 spread, token = transposed[...].T.astype(out_ref.dtype), tokens_ref[0]  # [D, n]
                 combined = combine(token, spread)
-                if blocks.phases == 1:  # what lies elsewhere is of other blocks
+                if blocks.phases == 1:  # elsewhere, the scratch memory has rows of other blocks
                     number = jax.lax.broadcasted_iota(jnp.int32, (1, token.shape[1]), 1)
                     combined = jnp.where(jax.lax.rem(number, np.int32(blocks.rate)) == offset, combined, token)
                 out_ref[0] = combined
@@ -176,7 +176,7 @@ class TpuStrides(Strides):
 
 
 def _blocks(tokens: Shaped[Array, "B n N D"], rate: int, phases: int) -> _Blocks | None:
-    """Returns the blocks of tokens, None where these are not whole, or too wide."""
+    """Returns the blocks of tokens, None if blocks do not divide the length, or do not fit the width."""
     batch, length, heads, width = tokens.shape
     is_block = lambda rows: rows * rate <= _MOST_TOKENS and length % (rows * rate) == 0
     rows = next(filter(is_block, (_MOST_ROWS, 2 * LANES, LANES)), None)
