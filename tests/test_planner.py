@@ -533,6 +533,18 @@ def test_explaining_a_call():
         explain(model, jnp.ones((1, 1, 4)))
 
 
+def test_calls_of_other_heads_are_explained_apart():
+    """Heads of other widths, or fewer key/value heads, are other calls; the same ones are one, counted."""
+    shape = lambda heads, width: jax.ShapeDtypeStruct((1, 64, heads, width), jnp.float32)
+
+    def attend(*pairs):
+        return [ringjax.ring_dilated_attention(query, key, key, pattern=[Segments(64)]) for query, key in pairs]
+
+    pairs = [(shape(4, 8), shape(4, 8)), (shape(4, 16), shape(4, 16)), (shape(4, 8), shape(1, 8))]
+    found = ringjax.explain(attend, *pairs, pairs[0])
+    assert [count for _, count in found.calls] == [2, 1, 1]
+
+
 def test_explaining_a_module_that_was_traced_before():
     pattern = {"pattern": [Segments(64)], "strategy": "all_to_all"}
     attention = ringjax.RingDilatedAttention(4, 32, **pattern, rngs=nnx.Rngs(0))
