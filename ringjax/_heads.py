@@ -1,7 +1,7 @@
 """What the Flax modules share: the settings of their attention, and what happens between their projections."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -22,7 +22,15 @@ from ringjax._mesh.placement import find_placement
 from ringjax._mesh.sharded import token_positions
 from ringjax._options import ModuleOptions, read_checked
 from ringjax._pattern.arguments import DTYPES
-from ringjax._pattern.counts import check_count, check_flags, is_flag, is_integer, is_real, read_flag
+from ringjax._pattern.counts import (
+    check_count,
+    check_flags,
+    check_optional_count,
+    is_flag,
+    is_integer,
+    is_real,
+    read_flag,
+)
 from ringjax._pattern.option import options_of
 from ringjax._pattern.options import IN_PATTERN
 from ringjax._pattern.other_names import OF_MAKING
@@ -336,18 +344,53 @@ def check_dtype(name: str, dtype: Any) -> None:
         raise TypeError(f"{name}={dtype!r} must be a floating dtype, one of {', '.join(DTYPES)}")
 
 
-def check_makers(**makers: Any) -> None:
-    """Checks the makers of parameters or of a norm: functions or classes, or None for the default.
+# The arguments of modules that `check_module` checks.
+_FLAGS = "normalize_qk", "decode", "use_bias"
+_MAKERS = "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "sinks_init", "inner_norm", "qk_norm"
+CHECKED = "sinks", "out_features", "dtype", "param_dtype", "use_out_bias", "deterministic", *_FLAGS, *_MAKERS
+
+
+def check_module(given: Mapping[str, Any]) -> None:
+    """Checks the arguments of a module that its `Settings` do not have, those of `CHECKED`.
 
     Raises:
-      TypeError: naming the argument, its value and the remedy.
+      TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    for name, maker in makers.items():
-        if maker is not None and not callable(maker):
-            raise TypeError(f"{name}={maker!r} must be a function or a class that makes it")
+    if not is_flag(given["sinks"]):
+        raise TypeError(
+            f"sinks must be True or False, not of {type(given['sinks'])}: for a parameter pass True and sinks_init, "
+            "and give an array of sinks to the call"
+        )
+    check_flags(**{name: given[name] for name in _FLAGS})
+    for name in ("use_out_bias", "deterministic"):
+        read_flag(name, given[name])
+    check_optional_count("out_features", given["out_features"])
+    for name in ("dtype", "param_dtype"):
+        if given[name] is not None:
+            check_dtype(name, given[name])
+    for name in _MAKERS:
+        if given[name] is not None and not callable(given[name]):
+            raise TypeError(f"{name}={given[name]!r} must be a function or a class that makes it")
+    if given["normalize_qk"] and given["qk_norm"] is not None:
+        raise ValueError("qk_norm is given beside normalize_qk=True, which makes a LayerNorm: give either")
 
 
-def check_inputs(name: str, inputs: Any, in_features: int | None = None) -> None:
+def read_inputs(
+    inputs_q: Any, inputs_k: Any, inputs_v: Any, widths: Sequence[int | None] = (None, None, None)
+) -> tuple[Array, Array, Array]:
+    """Returns the inputs of queries, keys and values, arrays [..., T, D] of the `widths` that are known.
+
+    Raises:
+      TypeError, ValueError: naming the argument and the remedy.
+    """
+    inputs_k = inputs_q if inputs_k is None else inputs_k
+    inputs_v = inputs_k if inputs_v is None else inputs_v
+    for name, inputs, width in zip("qkv", (inputs_q, inputs_k, inputs_v), widths, strict=True):
+        _check_inputs(f"inputs_{name}", inputs, width)
+    return inputs_q, inputs_k, inputs_v
+
+
+def _check_inputs(name: str, inputs: Any, in_features: int | None) -> None:
     """Checks that inputs [..., T, D] are arrays, of width `in_features` if it is given.
 
     Raises:
@@ -411,19 +454,6 @@ def check_flax_arguments(mask: Any, sow_weights: bool) -> None:
         raise ValueError("mask is given, but no array of pairs exists: say is_causal, document_ids or query_offset")
     if sow_weights:
         raise ValueError("sow_weights=True, but no array of weights exists that could be sown: leave it out")
-
-
-def check_sinks(sinks: Any) -> None:
-    """Checks that a module is told whether it has sinks, and not given an array of them.
-
-    Raises:
-      TypeError: for anything but a bool.
-    """
-    if not is_flag(sinks):
-        raise TypeError(
-            f"sinks must be True or False, not of {type(sinks)}: for a parameter pass True and sinks_init, and give an "
-            "array of sinks to the call"
-        )
 
 
 def normalize_inner(

@@ -13,22 +13,21 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
 from ringjax._heads import (
+    CHECKED,
     PositionEmbedding,
     Positions,
     Settings,
     check_decoding,
-    check_dtype,
     check_flax_arguments,
-    check_inputs,
-    check_makers,
-    check_sinks,
+    check_module,
     normalize_inner,
     output_sharding,
+    read_inputs,
     read_positions,
     read_steps,
 )
 from ringjax._options import ModuleOptions
-from ringjax._pattern.counts import check_count, check_flags, check_optional_flag, is_integer, read_flag
+from ringjax._pattern.counts import is_integer, read_flag
 from ringjax._pattern.option import documented, options_of, types_of
 from ringjax._pattern.other_names import OF_LINEN, naming_what_serves
 
@@ -138,19 +137,7 @@ class RingDilatedAttention(_Options):
         if isinstance(self.rope, tuple) and isinstance(self.rope[0], np.ndarray):
             self.rope = (tuple(self.rope[0].tolist()), *self.rope[1:])
         super().__post_init__()
-        check_sinks(self.sinks)
-        check_flags(normalize_qk=self.normalize_qk, decode=self.decode, use_bias=self.use_bias)
-        if self.out_features is not None:
-            check_count("out_features", self.out_features)
-        for name in ("dtype", "param_dtype"):
-            if getattr(self, name) is not None:
-                check_dtype(name, getattr(self, name))
-        names = "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "sinks_init", "inner_norm", "qk_norm"
-        check_makers(**{name: getattr(self, name) for name in names})
-        read_flag("deterministic", self.deterministic)
-        check_optional_flag("use_out_bias", self.use_out_bias)
-        if self.normalize_qk and self.qk_norm is not None:
-            raise ValueError("qk_norm is given beside normalize_qk=True, which makes a LayerNorm: give either")
+        check_module({name: getattr(self, name) for name in CHECKED})
         # Errors are raised when the module is made, before the width of its inputs is known.
         width = 2 * max(1, np.size(self.rope[0])) if isinstance(self.rope, tuple) and self.rope else 2
         settings = _settings_of(self, in_features=width * self.num_heads if is_integer(self.num_heads) else 2)
@@ -190,10 +177,7 @@ class RingDilatedAttention(_Options):
                 raise ValueError("inputs_kv is given beside inputs_k or inputs_v: give either")
             inputs_k = inputs_v = inputs_kv
         is_self_attention = inputs_k is None and inputs_v is None
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        for name, inputs in zip("qkv", (inputs_q, inputs_k, inputs_v), strict=True):
-            check_inputs(f"inputs_{name}", inputs)
+        inputs_q, inputs_k, inputs_v = read_inputs(inputs_q, inputs_k, inputs_v)
         embedded = read_positions(positions, key_positions, (inputs_q, inputs_k), query_offset)
         settings = _settings_of(self, inputs_q.shape[-1])
         dense = functools.partial(

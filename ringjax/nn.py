@@ -11,22 +11,21 @@ from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
 from ringjax._heads import (
+    CHECKED,
     PositionEmbedding,
     Positions,
     Settings,
     check_decoding,
-    check_dtype,
     check_flax_arguments,
-    check_inputs,
-    check_makers,
-    check_sinks,
+    check_module,
     normalize_inner,
     output_sharding,
+    read_inputs,
     read_positions,
     read_steps,
 )
 from ringjax._options import ModuleOptions
-from ringjax._pattern.counts import check_count, check_flags, check_optional_flag, read_flag
+from ringjax._pattern.counts import check_count, check_flags, check_optional_count, read_flag
 from ringjax._pattern.option import documented, taking
 from ringjax._pattern.other_names import OF_NNX, naming_what_serves
 
@@ -125,25 +124,16 @@ class RingDilatedAttention(nnx.Module):
     ) -> None:
         if isinstance(position_embedding, nnx.Module):
             raise TypeError("position_embedding is a module, whose parameters would not be trained: give a function")
-        check_sinks(sinks)
-        check_flags(normalize_qk=normalize_qk, decode=decode, use_bias=use_bias, keep_rngs=keep_rngs)
-        check_optional_flag("use_out_bias", use_out_bias)
+        arguments = locals()
+        check_module({name: arguments[name] for name in CHECKED})
+        check_flags(keep_rngs=keep_rngs)
         check_count("in_features", in_features)
-        for name, features in (("out_features", out_features), ("in_kv_features", in_kv_features)):
-            if features is not None:
-                check_count(name, features)
-        for name, one in (("dtype", dtype), ("param_dtype", param_dtype)):
-            if one is not None:
-                check_dtype(name, one)
+        check_optional_count("in_kv_features", in_kv_features)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"rngs={rngs!r} must be random streams, such as nnx.Rngs(0)")
-        check_makers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, bias_init=bias_init)
-        check_makers(out_bias_init=out_bias_init, sinks_init=sinks_init, inner_norm=inner_norm, qk_norm=qk_norm)
         for name, one in (("inner_norm", inner_norm), ("qk_norm", qk_norm)):
             if isinstance(one, nnx.Module):
                 raise TypeError(f"{name} is a module: give what makes it, such as nnx.LayerNorm or a partial of it")
-        if normalize_qk and qk_norm is not None:
-            raise ValueError("qk_norm is given beside normalize_qk=True, which makes a LayerNorm: give either")
         use_out_bias = use_bias if use_out_bias is None else use_out_bias
         self.in_features = in_features
         self.out_features = in_features if out_features is None else out_features
@@ -284,14 +274,12 @@ class RingDilatedAttention(nnx.Module):
         check_flax_arguments(mask, sow_weights)
         prefill, decode = read_steps(prefill, self.decode if decode is None else decode, lengths)
         is_self_attention = inputs_k is None and inputs_v is None
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
         widths = self.in_features, self.in_kv_features, self.in_kv_features
-        for name, inputs, width in zip("qkv", (inputs_q, inputs_k, inputs_v), widths, strict=True):
-            check_inputs(f"inputs_{name}", inputs, width)
+        inputs_q, inputs_k, inputs_v = read_inputs(inputs_q, inputs_k, inputs_v, widths)
         embedded = read_positions(positions, key_positions, (inputs_q, inputs_k), query_offset)
         heads = self._project(inputs_q, inputs_k, inputs_v)  # [..., T, N, H], [..., S, K, H]
-        sinks = self._sinks if sinks is None else sinks
+        if sinks is None and self.sinks is not None:
+            sinks = self.sinks.get_value()
         seed = self._dropout_seed(deterministic, rngs)
         if decode:
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
@@ -306,10 +294,6 @@ class RingDilatedAttention(nnx.Module):
         if self.query_ln is None or self.key_ln is None:
             return query, key, value
         return self.query_ln(query), self.key_ln(key), value
-
-    @property
-    def _sinks(self) -> Array | None:
-        return None if self.sinks is None else self.sinks.get_value()
 
     def _dropout_seed(self, deterministic: bool | None, rngs: Any) -> Any:
         deterministic = read_flag("deterministic", self.deterministic if deterministic is None else deterministic)

@@ -70,11 +70,6 @@ class PaddedRows(NamedTuple):
         """The side of the branch that the rows are on."""
         return self.rows.side
 
-    @property
-    def is_of_keys(self) -> bool:
-        """Whether the rows are keys and values."""
-        return self.rows.is_of_keys
-
     def bounded(self) -> "PaddedRows":
         """Returns padded rows of all classes of heads: the bounds of tiles are the same however XLA shards heads."""
         return self._replace(rows=self.rows.of_classes())

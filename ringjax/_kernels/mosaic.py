@@ -116,7 +116,7 @@ class Mosaic(KernelImplementation):
 
     def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
         """Returns the masks of tiles of queries, or of keys."""
-        if not padded.is_of_keys:
+        if not padded.rows.is_of_keys:
             mask = mask_queries(self._unfold(padded), counters, are_chunks_apart=False)
             mask = self._tile(mask, _tile_rows(padded)[0])
             return View(mask, bounds_of_queries(mask, 1), padded.documents is not None)

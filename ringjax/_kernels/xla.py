@@ -49,7 +49,7 @@ class Xla(Implementation):
         return rearrange(tiles, "I B C K G R H -> B (I C R) (K G) H")
 
     def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
-        return see_keys(padded) if padded.is_of_keys else see_queries(padded, counters)
+        return see_keys(padded) if padded.rows.is_of_keys else see_queries(padded, counters)
 
     def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Partial:
         del before

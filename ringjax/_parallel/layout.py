@@ -41,10 +41,6 @@ class Layout(NamedTuple):
         """Returns the layout of keys."""
         return self._replace(rows=self.rows.of_keys(), groups=None)
 
-    def of_part(self, side: Side) -> "Layout":
-        """Returns the layout of a part of the rows."""
-        return self._replace(rows=self.rows._replace(side=side))
-
     def take(self, tokens: Array) -> Array:
         """Takes rows of tokens, and lays them out."""
         return self.lay_out(self.take_rows(tokens))
@@ -99,7 +95,7 @@ class Operand(NamedTuple):
 
     def of_part(self, side: Side) -> "Operand":
         """Returns a part of the operand."""
-        return self._replace(layout=self.layout.of_part(side))
+        return self._replace(layout=self.layout._replace(rows=self.layout.rows._replace(side=side)))
 
     def of_halo(self, rotation: Rotation) -> "Operand":
         """Returns the part that the last hop of a rotation sends."""

@@ -36,23 +36,19 @@ def make_stream(
     for salt in (0, 1):
         state: Any = jnp.uint32(salt)
         for word in (seed[0], seed[1], batch, head, position):
-            state = _mix((state + _u32(_GOLDEN)) ^ word.astype(jnp.uint32))
+            state = _mix((state + jnp.uint32(_GOLDEN)) ^ word.astype(jnp.uint32))
         states.append(state)
-    return states[0], states[1] | _u32(1)
+    return states[0], states[1] | jnp.uint32(1)
 
 
 def is_kept(
     start: UInt[Array, "*#X"], step: UInt[Array, "*#X"], position: Integer[Array, "*#X"], rate: float
 ) -> Bool[Array, "*X"]:
     """Returns whether the weights of keys are kept, each with probability ``1 - rate``."""
-    return _mix(start + step * position.astype(jnp.uint32)) >= _u32(min(round(rate * 2**32), 2**32 - 1))
+    return _mix(start + step * position.astype(jnp.uint32)) >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
 def _mix(state: Array) -> Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        state = (state ^ (state >> _u32(shift))) * _u32(factor)
-    return state ^ (state >> _u32(16))
-
-
-def _u32(number: int) -> Array:
-    return jnp.uint32(number)
+        state = (state ^ (state >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return state ^ (state >> jnp.uint32(16))

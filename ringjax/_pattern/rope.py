@@ -97,15 +97,6 @@ class _Parameters:
         return length
 
 
-def _default(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
-    del asked
-    return frequency, 1.0
-
-
-def _linear(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
-    return frequency / asked.factor, 1.0
-
-
 def _dynamic(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, float]:
     """Changes the base (NTK) so that the lowest frequency scales with the length."""
     original = asked.original if asked.most is None else asked.most
@@ -155,8 +146,8 @@ def _longrope(asked: _Parameters, frequency: Frequencies) -> tuple[Frequencies, 
 
 
 _TYPES: dict[str, Callable[[_Parameters, Frequencies], tuple[Frequencies, float]]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda _, frequency: (frequency, 1.0),
+    "linear": lambda asked, frequency: (frequency / asked.factor, 1.0),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -61,11 +61,6 @@ class Work:
         of_key, of_value = self.kv_itemsizes or (self.itemsize, self.itemsize)
         return self.width * of_key + self.value_width * of_value
 
-    @property
-    def has_one_branch(self) -> bool:
-        """Whether nothing is added to the results of a branch."""
-        return len(self.pattern.branches) == 1
-
     def local_heads(self, ulysses_size: int) -> int:
         """Returns the key/value heads that the queries of a device use."""
         return self._parts(ulysses_size).size

@@ -80,8 +80,8 @@ def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: 
     if not schedule.is_zigzag:
         return
     heads, _ = work.heads_of(schedule)
-    result = work.itemsize if work.has_one_branch else work.sum_itemsize
-    is_added = not work.has_one_branch
+    is_added = len(work.pattern.branches) > 1
+    result = work.sum_itemsize if is_added else work.itemsize
     has_lse = has_gradient or work.needs_lse or is_added or (work.has_order and schedule.ulysses_size > 1)
     swap = functools.partial(_swap, schedule)
     # Documents, which are the same for queries and keys, are swapped once.
