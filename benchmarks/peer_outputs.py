@@ -1,7 +1,7 @@
 """Makes the data of the tests that are outputs of others' code.
 
-`python -m benchmarks.peer_outputs layers`, or `rope`, or with the folder of a checkout: `gigapath FOLDER` of
-github.com/prov-gigapath/prov-gigapath, `longnet FOLDER` of github.com/microsoft/torchscale.
+`python -m benchmarks.peer_outputs layers`, or `attention`, or `rope`; or with the folder of a checkout: `gigapath
+FOLDER` of github.com/prov-gigapath/prov-gigapath, `longnet FOLDER` of github.com/microsoft/torchscale.
 """
 
 import sys
@@ -12,6 +12,7 @@ DATA = ROOT / "tests" / "data"
 # The script of each peer, and the file that it writes.
 PEERS = {
     "layers": ("transformers_layers.py", "transformers_layers.npz"),
+    "attention": ("transformers_attention.py", "transformers_attention.npz"),
     "rope": ("transformers_rope.py", "transformers_rope.npz"),
     "gigapath": ("gigapath_states.py", "gigapath_states.npz"),
     "longnet": ("longnet_states.py", "longnet_states.npz"),
