@@ -1,6 +1,6 @@
 """Makes the data of the tests that are outputs of others' code.
 
-`python -m benchmarks.peer_outputs layers`, or `attention`, or `rope`; or with the folder of a checkout: `gigapath
+`python -m benchmarks.peer_outputs layers`, `attention`, `models` or `rope`; or with the folder of a checkout: `gigapath
 FOLDER` of github.com/prov-gigapath/prov-gigapath, `longnet FOLDER` of github.com/microsoft/torchscale.
 """
 
@@ -13,6 +13,7 @@ DATA = ROOT / "tests" / "data"
 PEERS = {
     "layers": ("transformers_layers.py", "transformers_layers.npz"),
     "attention": ("transformers_attention.py", "transformers_attention.npz"),
+    "models": ("transformers_models.py", "transformers_models.npz"),
     "rope": ("transformers_rope.py", "transformers_rope.npz"),
     "gigapath": ("gigapath_states.py", "gigapath_states.npz"),
     "longnet": ("longnet_states.py", "longnet_states.npz"),
