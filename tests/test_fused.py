@@ -269,6 +269,16 @@ def test_windows_that_are_left_to_xla(kernel, window, arguments, words):
     assert not kernel.calls
 
 
+def test_kinds_of_branches_that_are_not_known_are_left_to_xla(kernel, monkeypatch):
+    monkeypatch.setattr(fused, "window_of", lambda schedule: None)
+    arrays = list(map(jnp.asarray, random_arguments(64)))
+    call = functools.partial(ring_dilated_attention, pattern=[Window(4)], is_causal=True, mesh=make_mesh(seq=4))
+    with pytest.raises(ValueError, match="the branch Window.* is neither of segments nor a window"):
+        call(*arrays, implementation="cudnn")
+    jax.eval_shape(call, *arrays)
+    assert not kernel.calls
+
+
 @pytest.mark.quick("decrease-1")
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("name", ["decrease", "interrupted"])

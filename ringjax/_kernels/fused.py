@@ -221,6 +221,7 @@ def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | Non
     reasons = {
         "queries and keys lie at different positions": schedule.is_general,
         f"{name} of a union leaves out pairs of earlier branches": schedule.earlier_branches,
+        f"{name} is neither of segments nor a window": not schedule.branch.is_by_group and window_of(schedule) is None,
         f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,
         f"{name} has other rows of a document on each head": is_strided and has_documents,
         f"{name} on {schedule.num_shards} shards has rows of padding, or rows that meet and do not all attend": (

@@ -68,8 +68,8 @@ class Request(NamedTuple):
 class Implementation(abc.ABC):
     """Computes attention steps in its own layout of rows, and states what it cannot serve.
 
-    Queries, partial softmaxes and gradients are trees of arrays in that layout. Other modules know only the axis of
-    their padded rows.
+    Queries and partial softmaxes are trees of arrays in that layout, gradients named tuples of query, key and value.
+    Other modules know only the axis of their padded rows.
     """
 
     rows_axis: int  # of a shard's rows in laid-out arrays; the width is last, or before rows that are last

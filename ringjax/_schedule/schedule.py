@@ -104,7 +104,7 @@ class BranchSchedule:
     @property
     def is_gathered(self) -> bool:
         """Whether a shard gathers the keys of others all at once."""
-        return self.strategy == "all_gather" and not self.is_local
+        return self.strategy != "ring" and not self.is_local
 
     @property
     def is_closed(self) -> bool:
