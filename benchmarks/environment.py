@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ REQUIREMENTS = {
         "nvidia-cuda-nvdisasm",
     ),
 }
-PYTHONS = {"peers": "python3.11", "plugins": sys.executable, "cudnn": "python3.12"}
+VERSIONS = {"peers": "3.11", "cudnn": "3.12"}  # of Python; the others have that of this process
 
 # Plugins compile for their devices but must not look for them.
 VARIABLES = {
@@ -80,10 +81,21 @@ def _interpreter(name: str) -> str:
     folder = Path(tempfile.gettempdir()) / f"ringjax-{name}"
     interpreter = folder / "bin" / "python"
     if not (folder / "ready").exists():
-        subprocess.run([PYTHONS[name], "-m", "venv", folder], check=True)
+        python = _find_python(VERSIONS[name]) if name in VERSIONS else sys.executable
+        subprocess.run([python, "-m", "venv", folder], check=True)
         subprocess.run([interpreter, "-m", "pip", "install", "-q", *REQUIREMENTS[name]], check=True)
         (folder / "ready").touch()
     return str(interpreter)
+
+
+def _find_python(version: str) -> str:
+    """Returns an interpreter that runs: pyenv puts names on the PATH of versions that are not switched on."""
+    own = sorted(map(str, (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")))
+    for python in (f"python{version}", *own):
+        found = shutil.which(python)
+        if found and subprocess.run([found, "-c", ""], check=False, capture_output=True).returncode == 0:
+            return found
+    raise FileNotFoundError(f"no interpreter of Python {version} is here: install one")
 
 
 def _run(
