@@ -12,16 +12,14 @@ from flax import linen
 from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache
-from ringjax._heads import (
+from ringjax._heads import Settings, normalize_inner, output_sharding
+from ringjax._module_arguments import (
     CHECKED,
     PositionEmbedding,
     Positions,
-    Settings,
     check_decoding,
     check_flax_arguments,
     check_module,
-    normalize_inner,
-    output_sharding,
     read_inputs,
     read_positions,
     read_steps,

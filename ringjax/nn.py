@@ -10,16 +10,14 @@ from flax.nnx.nn import initializers
 from jaxtyping import Array, Float
 
 from ringjax._decoding.cache import Cache, read_shape
-from ringjax._heads import (
+from ringjax._heads import Settings, normalize_inner, output_sharding
+from ringjax._module_arguments import (
     CHECKED,
     PositionEmbedding,
     Positions,
-    Settings,
     check_decoding,
     check_flax_arguments,
     check_module,
-    normalize_inner,
-    output_sharding,
     read_inputs,
     read_positions,
     read_steps,

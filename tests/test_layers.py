@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "ringjax"
 # From the ground up: each may import itself and what stands before it. Names are folders, or files of the package.
 FLOORS = """
     _version _pattern _schedule _mesh _kernels _options _parallel _decoding _call _recording _attention
-    _attention_fn _decode_attention _weights _heads linen nn _tools __main__ __init__
+    _attention_fn _decode_attention _weights _module_arguments _heads linen nn _tools __main__ __init__
 """.split()  # noqa: SIM905
 # The one name that the core takes of the tools, when it is called: strategy="auto".
 LAZY = {"_call": "ringjax._tools.forecast"}
