@@ -227,11 +227,15 @@ class Settings:
         out = self.attend(query, key, value, sinks=sinks, positions=positions)
         embedded = self._embed(key, positions[1], is_key=True)
         out = jnp.where(length <= cache.max_length, out, jnp.nan)
-        if lengths is not None:
-            lengths = jnp.asarray(lengths, jnp.int32)
-            is_token = token_positions(query, *self._mesh[:2]) < lengths[..., None]  # [*B, T]
-            out = jnp.where(is_token[..., None, None], out, 0)
+        lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
         return out, decoder.prefill(embedded, value, cache, lengths)
+
+    def clear_padding(self, out: Float[Array, "*B T E"], lengths: Any) -> Float[Array, "*B T E"]:
+        """Returns the outputs of prompts with zeros behind their `lengths`; all of them without lengths."""
+        if lengths is None:
+            return out
+        is_token = token_positions(out[..., None], *self._mesh[:2]) < jnp.asarray(lengths)[..., None]  # [*B, T]
+        return jnp.where(is_token[..., None], out, 0)
 
     @own_promotion()
     def step(

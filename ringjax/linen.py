@@ -217,7 +217,7 @@ class RingDilatedAttention(_Options):
             dot_general=dot_general,
             name="out",
         )
-        return out(attended)  # [..., T, E]
+        return settings.clear_padding(out(attended), lengths)  # [..., T, E]
 
     def _dropout_seed(self, deterministic: bool | None, dropout_rng: Any) -> Any:
         given = self.deterministic, deterministic

@@ -259,8 +259,8 @@ class RingDilatedAttention(nnx.Module):
           decode: whether to continue the sequence in the cache, instead of the module's setting.
           prefill: in decoding, whether the inputs are a sequence from its beginning, sharded along the mesh axis: it is
             computed as in training, and the cache is filled. Other calls take tokens that are not sharded.
-          lengths: in `prefill`, integers [...], the tokens of each prompt, behind which there is padding, which is not
-            cached. The cache must be one of ``init_cache(..., per_sequence=True)``.
+          lengths: in `prefill`, integers [...], the tokens of each prompt, behind which there is padding: it is not
+            cached, and its outputs are zeros. The cache must be one of ``init_cache(..., per_sequence=True)``.
 
         Returns:
           [..., T, out_features], sharded like `inputs_q`. In decoding, NaN beyond the length of the cache.
@@ -285,7 +285,8 @@ class RingDilatedAttention(nnx.Module):
         else:
             attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
         attended = normalize_inner(attended, self.inner_norm)
-        return self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
+        out = self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
+        return self.settings.clear_padding(out, lengths)
 
     def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)

@@ -355,8 +355,8 @@ def test_sequences_of_several_lengths(pattern, mesh):
             is_prompt = np.arange(PROMPT) < lengths[:, None]
             prompt = jnp.where(is_prompt[..., None], inputs()[:, :PROMPT], 7.0)
             out = call(module, shard(prompt), decode=True, prefill=True, lengths=lengths)
-            bias = module.out.bias.get_value()
-            np.testing.assert_allclose(out, jnp.where(is_prompt[..., None], expected[:, :PROMPT], bias), atol=1e-5)
+            np.testing.assert_allclose(out, jnp.where(is_prompt[..., None], expected[:, :PROMPT], 0), rtol=0, atol=1e-5)
+            assert not np.asarray(out)[~is_prompt].any()
             for count in (1, 5, 1):
                 out = call(module, of_each(inputs(), lengths, count), decode=True)
                 np.testing.assert_allclose(out, of_each(expected, lengths, count), rtol=0, atol=1e-5)
@@ -413,6 +413,7 @@ def test_linen_caches_of_several_lengths():
     lengths = np.array([5, 16], np.int32)
     out, changed = module.apply(variables, inputs()[:, :PROMPT], prefill=True, lengths=lengths, mutable=["cache"])
     np.testing.assert_allclose(out[1], expected[1, :PROMPT], rtol=0, atol=1e-5)
+    assert not out[0, 5:].any()
     next_tokens = of_each(inputs(), lengths, 3)
     out, _ = module.apply({**variables, **changed}, next_tokens, mutable=["cache"])
     np.testing.assert_allclose(out, of_each(expected, lengths, 3), rtol=0, atol=1e-5)
