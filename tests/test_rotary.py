@@ -29,7 +29,7 @@ def rotated(array, positions, frequencies, interleaved=False, factor=1.0):
         for i, frequency in enumerate(frequencies):
             pair = [2 * i, 2 * i + 1] if interleaved else [i, i + count]
             cos, sin = (factor * f(float(position) * frequency) for f in (np.cos, np.sin))
-            first, second = np.moveaxis(np.array(array[token, :, pair], np.float64), 0, 0)
+            first, second = np.array(array[token, :, pair], np.float64)
             out[token][:, pair] = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return out
 

@@ -113,8 +113,8 @@ class Fused(KernelImplementation):
             # No row is in two sequences, and a call without a row's sequence gives it zeros and minus infinity.
             join = lambda one, other: (one[0] + other[0], jnp.maximum(one[1], other[1]))
             out, lse = block.over(on_sequences, join, MOST_SEQUENCES[0])
-            told = block.is_promised[:, None, None]
-            out, lse = jnp.where(told[..., None], out, jnp.nan), jnp.where(told, lse, jnp.nan)
+            is_promised = block.is_promised[:, None, None]
+            out, lse = jnp.where(is_promised[..., None], out, jnp.nan), jnp.where(is_promised, lse, jnp.nan)
             return _pad(out, block.queries, query), _pad(lse, block.queries, query, -jnp.inf)
 
         def attend_all(blocks: list[SubBlock], query: Array, keys: Keys) -> tuple[Array, Array]:

@@ -131,15 +131,15 @@ def switch(step: AttentionStep, compute: Callable[..., Any], queries: Any, keys:
     schedule, batch = step.schedule, keys.key.shape[0]
     views = step.queries.of_batch(batch), step.keys.of_batch(batch)
     # By the order of the shards: the same shard, earlier keys, later keys.
-    ways = list(_own_blocks(schedule, *views)), *_other_blocks(schedule, *views)
+    by_order = list(_own_blocks(schedule, *views)), *_other_blocks(schedule, *views)
     if not schedule.is_causal and views[0].labels is None:  # then all attend to all, wherever they are
-        ways = (ways[0],) * 3
-    possible = ways if not isinstance(step.hops, int) else ways[1:] if step.hops else ways[:1]
-    cases = [way for number, way in enumerate(possible) if not any(way is other for other in possible[:number])]
+        by_order = (by_order[0],) * 3
+    possible = by_order if not isinstance(step.hops, int) else by_order[1:] if step.hops else by_order[:1]
+    cases = [order for number, order in enumerate(possible) if not any(order is other for other in possible[:number])]
     case = 0
     if len(cases) > 1:
-        way = jnp.where(step.keys.order < step.queries.order, 1, 2 * (step.keys.order > step.queries.order))
-        case = jnp.array([next((i for i, one in enumerate(cases) if one is way), 0) for way in ways])[way]
+        order = jnp.where(step.keys.order < step.queries.order, 1, 2 * (step.keys.order > step.queries.order))
+        case = jnp.array([next((i for i, one in enumerate(cases) if one is order), 0) for order in by_order])[order]
     if step.is_new is not True:
         case, cases = jnp.where(step.is_new, case, len(cases)), [*cases, []]
     if len(cases) == 1:

@@ -325,7 +325,9 @@ class Window(Branch):
     def recent(self, last: Any, count: int, start: Any, length: int, offset: Any) -> Any:
         if min(self.extent, count * self.size) >= length:
             return None
-        distance = np.unique(np.arange(count)[:, None] + np.arange(self.size) * self.rate)
+        # Keys at a distance of i modulo the rate are those of every rate-th query before `last`, from the i-th on.
+        phase, step = np.arange(min(count, self.rate))[:, None], np.arange(self.size + (count - 1) // self.rate)
+        distance = (phase + step * self.rate)[step < self.size + (count - 1 - phase) // self.rate]
         return None if distance.size >= length else last[..., None] - distance.astype(np.int32)
 
 

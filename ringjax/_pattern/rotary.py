@@ -117,5 +117,5 @@ def _angles(positions: Array, frequency: np.ndarray, dtype: Any) -> Array:
     whole = np.round(units)
     product = positions.astype(jnp.uint32) * jnp.asarray(whole % _TURN, jnp.uint32)
     signed = jax.lax.bitcast_convert_type(product, jnp.int32).astype(dtype)  # within half a turn
-    turned = signed + positions.astype(dtype) * jnp.asarray(units - whole, dtype)
-    return turned * jnp.asarray(2 * np.pi / _TURN, dtype)
+    turns = signed + positions.astype(dtype) * jnp.asarray(units - whole, dtype)
+    return turns * jnp.asarray(2 * np.pi / _TURN, dtype)

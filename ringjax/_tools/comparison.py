@@ -130,12 +130,12 @@ class Comparison:
 
     def _what_fits(self) -> str:
         """Returns a sentence on what does not fit the memory of a device; empty if everything fits."""
-        room, memory = self.machine.memory, f"the {mebibytes(self.machine.memory)} of a device"
-        if self.best.memory.at_least > room:
+        limit, memory = self.machine.memory, f"the {mebibytes(self.machine.memory)} of a device"
+        if self.best.memory.at_least > limit:
             return f" None fits {memory}: take more devices, a smaller batch, or a narrower dtype."
-        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory.at_least > room]
+        too_large = [f'"{one.strategy}"' for one in self.forecasts if one.memory.at_least > limit]
         said = f" More than {memory} would be held by {', '.join(too_large)}." if too_large else ""
-        if self.best.memory.at_most > room:
+        if self.best.memory.at_most > limit:
             said += f" Whether it fits {memory} only a compiler can say: see --compile."
         return said
 

@@ -41,7 +41,7 @@ def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) ->
 def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """Yields the messages of a ring: keys forward; backward keys, or queries if lighter, with gradients."""
     yield from _swaps(work, schedule, has_gradient, with_keys=True)
-    yield from _ways("forward", schedule, schedule.key_rotations, schedule.keys, work.keys_row(schedule))
+    yield from _of_rotations("forward", schedule, schedule.key_rotations, schedule.keys, work.keys_row(schedule))
     if has_gradient:
         row = work.row_bytes(schedule)
         do_queries = schedule.rotates_queries
@@ -49,11 +49,11 @@ def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterat
             (schedule.query_rotations, schedule.queries) if do_queries else (schedule.key_rotations, schedule.keys)
         )
         arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
-        yield from _ways("backward", schedule, rotations, side, arrays)
-        yield from _ways("backward", schedule, rotations, side, grad)
+        yield from _of_rotations("backward", schedule, rotations, side, arrays)
+        yield from _of_rotations("backward", schedule, rotations, side, grad)
 
 
-def _ways(
+def _of_rotations(
     direction: Direction, schedule: BranchSchedule, rotations: Iterable[Rotation], side: Side, row: int
 ) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)

@@ -79,7 +79,7 @@ def plot_pattern(
         pairs = multiplicity(pattern, only=number)[head] if runs else np.zeros((length, length), np.int64)
         title = str(branch) if runs else f"{branch}\nnot of head {head}"
         schedule = schedules[number]
-        _draw_pairs(axes[number], pairs, count, f"{title}\n{_ways(schedule)}" if schedule else title, num_devices)
+        _draw_pairs(axes[number], pairs, count, f"{title}\n{_route(schedule)}" if schedule else title, num_devices)
     total = multiplicity(pattern)
     if count > 1:
         _draw_pairs(axes[count], total[head], count, "all branches: how often a pair counts", num_devices)
@@ -139,7 +139,7 @@ def _draw_field(axes: "Axes", total: np.ndarray, head: int) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small")
 
 
-def _ways(schedule: BranchSchedule) -> str:
+def _route(schedule: BranchSchedule) -> str:
     """Returns in words what is sent where."""
     if schedule.is_local:
         return "nothing travels"

@@ -37,7 +37,7 @@ class Barriers(NamedTuple):
 def chains_of(call: KernelCall, leaves: list[KernelOperand]) -> Chains:
     """Returns the chains: of one tile each if shared memory has no room for the next one."""
     num_bytes = lambda stationary: sum(
-        math.prod(_room_shape(leaves[number])) * leaves[number].array.dtype.itemsize
+        math.prod(_buffer_shape(leaves[number])) * leaves[number].array.dtype.itemsize
         for number in staged(call, leaves, stationary)
     )
     can_link = 2 * num_bytes(True) + STAGES * num_bytes(False) <= _SHARED_BYTES
@@ -65,14 +65,14 @@ def passes_of(call: KernelCall, leaves: list[KernelOperand]) -> tuple[list[int],
     return [first, *(number for number in numbers if leaves[number].rows_last)], [second]
 
 
-def _room_shape(leaf: KernelOperand) -> tuple[int, ...]:
+def _buffer_shape(leaf: KernelOperand) -> tuple[int, ...]:
     """Returns the shape of a tile of an operand: on GPUs only per-row values have their rows last."""
     return (TILE_ROWS,) if leaf.rows_last else (TILE_ROWS, leaf.array.shape[-1])
 
 
-def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> list[Any]:
+def make_buffers(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> list[Any]:
     """Returns the shared-memory buffer of each operand that is copied."""
-    rooms = []
+    buffers = []
     for stationary, stages in ((True, stay_stages(chains)), (False, STAGES)):
         for number in staged(call, leaves, stationary):
             leaf = leaves[number]
@@ -80,8 +80,8 @@ def make_rooms(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) ->
             # As the matrix unit reads its operands: tiles of eight rows by a line of 128 bytes, swizzled.
             lines = plgpu.TilingTransform((8, _LINE_BYTES // dtype.itemsize)), plgpu.SwizzleTransform(_LINE_BYTES)
             transforms = () if leaf.rows_last or call.interpret else lines
-            rooms.append((number, plgpu.SMEM((stages, *_room_shape(leaf)), dtype, transforms=transforms)))
-    return [room for _, room in sorted(rooms, key=lambda pair: pair[0])]
+            buffers.append((number, plgpu.SMEM((stages, *_buffer_shape(leaf)), dtype, transforms=transforms)))
+    return [buffer for _, buffer in sorted(buffers, key=lambda pair: pair[0])]
 
 
 def make_barriers(call: KernelCall, chains: Chains, leaves: list[KernelOperand]) -> Barriers:

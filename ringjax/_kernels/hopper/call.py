@@ -21,7 +21,7 @@ from ringjax._kernels.hopper.buffers import (
     Barriers,
     chains_of,
     make_barriers,
-    make_rooms,
+    make_buffers,
     passes_of,
     plgpu,
     staged,
@@ -121,7 +121,7 @@ class _Block(NamedTuple):
     lists: _Lists
     refs: list[Any]
     outs: list[Any]
-    rooms: list[Any]
+    buffers: list[Any]
     barriers: Barriers
     head: Any
     list_number: Any
@@ -161,12 +161,12 @@ class _Block(NamedTuple):
         """Returns whether the block of a step is full."""
         return is_full_step(self.lists.steps[self.entry(tile, step)[0]])
 
-    def copy(self, tile: _Tile, step: Any, number: int, room: Any, barrier: Any) -> None:
+    def copy(self, tile: _Tile, step: Any, number: int, buffer: Any, barrier: Any) -> None:
         """Copies a tile of an operand to shared memory."""
         (entry, group), leaf = self.entry(tile, step), self.leaves[number]
         place = self.call.sizes.place(self.head, group, tile.number, streamed_in(self.lists.steps[entry]))
         rows = pl.ds(place.tiles[leaf.side] * TILE_ROWS, TILE_ROWS)
-        plgpu.copy_gmem_to_smem(self.refs[number].at[leaf.at(place, rows)], room, barrier)
+        plgpu.copy_gmem_to_smem(self.refs[number].at[leaf.at(place, rows)], buffer, barrier)
 
 
 def launch(call: KernelCall) -> list[Array]:
@@ -185,7 +185,7 @@ def launch(call: KernelCall) -> list[Array]:
     run = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(out.array.shape, out.array.dtype) for out in outs],
-        scratch_types=[make_rooms(call, chains, leaves), make_barriers(call, chains, leaves)],
+        scratch_types=[make_buffers(call, chains, leaves), make_barriers(call, chains, leaves)],
         grid=(call.sizes.heads[call.stationary] * chains.num_chains,),
         grid_names=("chain",),
         num_threads=COMPUTING + 1,
@@ -211,7 +211,7 @@ def _enter(
     lists, refs = _Lists(*refs[: len(_Lists._fields)]), refs[len(_Lists._fields) :]
     index, num_chains, sizes = jax.lax.axis_index("chain"), np.int32(chains.num_chains), call.sizes
     head, chain = jax.lax.div(index, num_chains), jax.lax.rem(index, num_chains)
-    *outs, rooms, barriers = refs[len(leaves) :]
+    *outs, buffers, barriers = refs[len(leaves) :]
     return _Block(
         call,
         chains,
@@ -221,7 +221,7 @@ def _enter(
         lists,
         refs=list(refs[: len(leaves)]),
         outs=outs,
-        rooms=list(rooms),
+        buffers=list(buffers),
         barriers=Barriers(*barriers),
         head=head,
         list_number=jax.lax.div(head, np.int32(sizes.heads[call.stationary] // sizes.lists)),
@@ -237,8 +237,8 @@ def _copy(block: _Block) -> None:
     def copy(link: Any, tile: _Tile, before: Any) -> None:
         pl.when(link >= stages)(lambda: plgpu.barrier_wait(barriers.stays_spent.at[tile.stage]))
         for number in staged(block.call, block.leaves, stationary=True):
-            room = block.rooms[number].at[tile.stage]
-            block.copy(tile, np.int32(0), number, room, barriers.stationary.at[tile.stage])
+            buffer = block.buffers[number].at[tile.stage]
+            block.copy(tile, np.int32(0), number, buffer, barriers.stationary.at[tile.stage])
 
         @pl.loop(np.int32(0), tile.num_steps)
         def _(step: Any) -> None:
@@ -248,7 +248,7 @@ def _copy(block: _Block) -> None:
             ):
                 pl.when(before + step >= STAGES)(lambda spent=spent: plgpu.barrier_wait(spent.at[slot]))
                 for number in numbers:
-                    block.copy(tile, step, number, block.rooms[number].at[slot], here.at[slot])
+                    block.copy(tile, step, number, block.buffers[number].at[slot], here.at[slot])
 
     block.over_tiles(copy)
 
@@ -277,7 +277,7 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     rows = pl.ds(tile.number * TILE_ROWS + warpgroup * OWN_ROWS, OWN_ROWS)
     place = block.call.sizes.place(block.head, 0, tile.number, 0)
     outs = [ref.at[out.at(place, rows)] for out, ref in zip(block.results, block.outs, strict=True)]
-    operands = zip(block.leaves[len(block.rooms) :], block.refs[len(block.rooms) :], strict=True)
+    operands = zip(block.leaves[len(block.buffers) :], block.refs[len(block.buffers) :], strict=True)
     sums_before = tuple(ref.at[leaf.at(place, rows)] for leaf, ref in operands)
     stationary = set(staged(block.call, block.leaves, stationary=True))
     plgpu.barrier_wait(barriers.stationary.at[tile.stage])
@@ -290,7 +290,7 @@ def _compute_tile(block: _Block, warpgroup: Any, tile: _Tile, before: Any) -> No
     def take(step: Any, sums: Any) -> Any:
         slot = jax.lax.rem(before + step, np.int32(STAGES))
         at = lambda number: (tile.stage, own) if number in stationary else slot
-        refs = [room.at[at(number)] for number, room in enumerate(block.rooms)]
+        refs = [buffer.at[at(number)] for number, buffer in enumerate(block.buffers)]
         given = block.tree.unflatten([*refs, *sums_before])
         return kernel.step(GpuStep(given, block.is_full(tile, step), slot, barriers), sums)
 

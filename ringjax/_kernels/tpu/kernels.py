@@ -77,8 +77,8 @@ def _staying(refs: tuple[Any, ...], transposed: tuple[Any, ...], step: Step) -> 
 
     @pl.when(step.is_first)
     def _() -> None:
-        for ref, room in zip(refs, transposed, strict=True):
-            room[...] = ref[0].T
+        for ref, buffer in zip(refs, transposed, strict=True):
+            buffer[...] = ref[0].T
 
     return transposed
 
