@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "benchmarks" / "peers"
 # What each environment holds; the peers on the Python and the jax that they work with.
 REQUIREMENTS = {
-    "peers": ("torch==2.13.0", "transformers==5.23.0", "ringattention==0.1.2", "jax==0.10.2"),
+    "peers": ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "ringattention==0.1.2", "jax==0.10.2"),
     "plugins": (
         str(ROOT),
         f"jax[tpu]=={jax.__version__}",

@@ -1,17 +1,20 @@
 """Loads a pretrained language model from the Hugging Face hub's files onto a mesh, and continues tokens.
 
-Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text):
+Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text), gpt-oss:
 
     python examples/pretrained.py FOLDER --tokens 1,2,3 --count 32 --mesh fsdp=2,seq=4
 
-`load` gives the model for programs of your own. `pattern` and `rope` replace those of the layers that attend to all
-tokens, for longer contexts.
+`load` gives the model for programs of your own, and `save` writes it for transformers to open. `pattern` and `rope`
+replace those of the layers that attend to all tokens, for longer contexts.
 """
 
 import argparse
+import functools
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parts.distribution import make_mesh, parse_mesh
-from parts.pretrained_config import ModelConfig, Rope, read_config
-from parts.pretrained_model import LanguageModel
-from safetensors import safe_open
+from parts.distribution import fitting, make_mesh, parse_mesh
+from parts.pretrained.config import read_config
+from parts.pretrained.lora import merge
+from parts.pretrained.model import LanguageModel
+from parts.pretrained.weights import Tensor, Tensors, read_tensors, tensors_of, write_tensors
 
-Tensors = dict[str, Callable[[], jax.Array]]
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json", "*.jinja")
 
 
 def load(
@@ -36,8 +40,9 @@ def load(
     param_dtype: Any = None,
     mesh: Mesh,
     pattern: Any = None,
-    rope: Rope | None = None,
+    rope: Mapping[str, Any] | None = None,
     spec: P | None = None,
+    remat: bool = False,
 ) -> LanguageModel:
     """Returns the model of a checkpoint, each tensor laid on the mesh as it is read.
 
@@ -47,108 +52,124 @@ def load(
       param_dtype: the dtype of the parameters, `dtype` by default.
       mesh: the mesh; of its axes "fsdp" and "tensor" cut parameters, where they divide them.
       pattern: the branches of layers that attend to all tokens, merged as a union; all tokens by default.
-      rope: their frequencies and factor, as :func:`ringjax.rope_frequencies` returns them; the checkpoint's by default.
+      rope: the rotary embedding of these layers, as transformers has it: ``{"rope_type": "yarn", "factor": 4.0}``; what
+        it does not say is the checkpoint's.
       spec: how heads [B, T, N, H] lie on the mesh, such as ``P("fsdp", "seq", "tensor")``: fused kernels need it.
+      remat: whether gradients compute each block again instead of keeping what is inside.
 
     Raises:
       ValueError: for an unknown architecture, and for a tensor that is missing, unknown or misshapen, naming it.
     """
-    config = read_config(folder)
-    param_dtype = dtype if param_dtype is None else param_dtype
-    types = {"dtype": dtype, "param_dtype": param_dtype}
-    make = lambda: LanguageModel(config, pattern=pattern, rope=rope, spec=spec, **types, rngs=nnx.Rngs(0))
-    definition, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-    specs = dict(nnx.to_flat_state(nnx.get_partition_spec(params)))
-    tensors, loaded = _tensors(Path(folder)), {}
+    config = read_config(folder, pattern=pattern, rope=rope)
+    types = {"dtype": dtype, "param_dtype": dtype if param_dtype is None else param_dtype}
+    make = lambda: LanguageModel(config, spec=spec, remat=remat, **types, rngs=nnx.Rngs(0))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # another one may lack axes
+        definition, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    given, loaded = read_tensors(Path(folder)), {}
     for path, param in nnx.to_flat_state(params):
-        name, change = _tensor_of(config, path, param.shape)
-        if name not in tensors:
-            raise ValueError(f"{folder} has no tensor {name!r}: the checkpoint is not complete")
-        array = change(tensors.pop(name)())
-        if array.shape != param.shape:
-            raise ValueError(f"{folder}: {name!r} makes {array.shape}, and the configuration {param.shape}")
-        value = specs[path].get_value() if hasattr(specs[path], "get_value") else specs[path]
-        sharding = NamedSharding(mesh, _spec(mesh, value, param.shape))
-        loaded[path] = param.replace(jax.device_put(array.astype(param.dtype), sharding))
+        arrays = (_take(given, tensor, folder) for tensor in tensors_of(config, path, param.shape))
+        loaded[path] = param.replace(_lay(arrays, path, param, mesh))
     if config.is_tied:
-        tensors.pop("lm_head.weight", None)
-    if tensors:
-        raise ValueError(f"{folder} has a tensor {next(iter(tensors))!r} that no parameter takes")
+        given.pop("lm_head.weight", None)
+    if given:
+        raise ValueError(f"{folder} has a tensor {next(iter(given))!r} that no parameter takes")
     return nnx.merge(definition, nnx.from_flat_state(loaded), rest)
 
 
-def _tensors(folder: Path) -> Tensors:
-    """Returns what reads each tensor of a folder."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.exists() else ["model.safetensors"]
-    found: Tensors = {}
-    for file in files:
-        opened = safe_open(folder / file, framework="flax")
-        found |= {name: lambda name=name, opened=opened: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return {name.replace("language_model.model.", "model."): read for name, read in found.items()}
+def _take(given: Tensors, tensor: Tensor, folder: Any) -> np.ndarray:
+    """Takes a tensor from those of a folder, as its parameter."""
+    if tensor.name not in given:
+        raise ValueError(f"{folder} has no tensor {tensor.name!r}: the checkpoint is not complete")
+    array = tensor.read(given.pop(tensor.name)())
+    if array.shape != tensor.shape:
+        raise ValueError(f"{folder}: {tensor.name!r} makes {array.shape}, and the configuration {tensor.shape}")
+    return array
 
 
-# The parameters of a block, and what a checkpoint calls them.
-NAMES = {
-    ("input_norm",): "input_layernorm",
-    ("attention", "query"): "self_attn.q_proj",
-    ("attention", "key"): "self_attn.k_proj",
-    ("attention", "value"): "self_attn.v_proj",
-    ("attention", "out"): "self_attn.o_proj",
-    ("attention", "query_ln"): "self_attn.q_norm",
-    ("attention", "key_ln"): "self_attn.k_norm",
-    ("feed_forward", "gate"): "mlp.gate_proj",
-    ("feed_forward", "up"): "mlp.up_proj",
-    ("feed_forward", "down"): "mlp.down_proj",
-}
-# A norm before the feed-forward layer, which Gemma names otherwise, as it has one behind attention too.
-NORMS = {("hidden_norm",): "post_attention_layernorm"}
-GEMMA_NORMS = {
-    ("attended_norm",): "post_attention_layernorm",
-    ("hidden_norm",): "pre_feedforward_layernorm",
-    ("output_norm",): "post_feedforward_layernorm",
-}
+def _lay(arrays: Iterator[np.ndarray], path: Any, param: Any, mesh: Mesh) -> jax.Array:
+    """Returns a parameter on the mesh: an array, or those of several layers, of which one at a time is read."""
+    spec = fitting(mesh, param.get_metadata().get("out_sharding"), param.shape)
+    whole = NamedSharding(mesh, spec)
+    if not _is_stacked(path):
+        return jax.device_put(next(arrays).astype(param.dtype), whole)
+    stack = jnp.zeros(param.shape, param.dtype, device=whole)
+    of_layer = NamedSharding(mesh, P(*spec[1:]))
+    for layer, array in enumerate(arrays):
+        stack = _put(stack, jax.device_put(array.astype(param.dtype), of_layer), layer)
+    return stack
 
 
-def _tensor_of(config: ModelConfig, path: Any, shape: tuple[int, ...]) -> tuple[str, Callable[[jax.Array], jax.Array]]:
-    """Returns the name of the tensor of a parameter, and what makes the parameter of it."""
-    *place, kind = path
-    is_norm = kind == "scale"
-    if place[0] == "blocks":
-        names = NAMES | (GEMMA_NORMS if config.is_gemma else NORMS)
-        name = f"model.layers.{place[1]}.{names[tuple(place[2:])]}"
-    else:
-        name = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}[place[0]]
-    if is_norm:
-        return f"{name}.weight", (lambda array: array + 1) if config.is_gemma else (lambda array: array)
-    if kind == "bias":
-        return f"{name}.bias", lambda array: array.reshape(shape)
-    if kind == "embedding":
-        return f"{name}.weight", lambda array: array
-    return f"{name}.weight", lambda array: array.T.reshape(shape) if array.size == np.prod(shape) else array.T
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, array: jax.Array, layer: int) -> jax.Array:
+    return stack.at[layer].set(array)
 
 
-def _spec(mesh: Mesh, spec: P | None, shape: tuple[int, ...]) -> P:
-    """Returns a spec without the axes that the mesh lacks, or that do not divide their dimension."""
-    cuts = lambda name, size: name in mesh.axis_names and size % mesh.shape[name] == 0
-    given = [*(spec or ()), *[None] * len(shape)]
-    return P(*(name if cuts(name, size) else None for name, size in zip(given, shape, strict=False)))
+def _is_stacked(path: Any) -> bool:
+    return path[0] == "stacked"
 
 
-def generate(model: LanguageModel, prompts: list[list[int]], count: int) -> Iterator[np.ndarray]:
-    """Yields the likeliest next token of each prompt, [B], so many times; one program serves all lengths."""
+def save(model: LanguageModel, folder: str | Path) -> None:
+    """Writes a checkpoint that transformers opens, with adapters merged and the tokenizer's files.
+
+    Args:
+      model: the model; the dtype of its parameters is that of the files.
+      folder: a folder without a checkpoint.
+
+    Raises:
+      ValueError: if there is a checkpoint.
+
+    Warns:
+      UserWarning: for a pattern or a rotary embedding that transformers cannot express.
+    """
+    folder, source = Path(folder), model.config.source
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a checkpoint: name another folder")
+    for what in source.lost:
+        warnings.warn(f"transformers cannot express {what}: {folder / 'config.json'} is without it", stacklevel=2)
+    params = nnx.to_flat_state(nnx.state(merge(model), nnx.Param))
+    tensors = {
+        tensor.name: functools.partial(_write, tensor, param, layer if _is_stacked(path) else ...)
+        for path, param in params
+        for layer, tensor in enumerate(tensors_of(model.config, path, param.shape))
+    }
+    settings = {name: value for name, value in source.settings.items() if name != "quantization_config"}
+    settings |= {"torch_dtype": jnp.dtype(params[0][1].dtype).name}
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in {file for pattern in TOKENIZER for file in source.folder.glob(pattern)}:
+        shutil.copy(file, folder)
+    write_tensors(folder, tensors)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2))  # last: with it the checkpoint is whole
+
+
+def _write(tensor: Tensor, param: Any, layer: Any) -> np.ndarray:
+    return tensor.write(np.asarray(param.get_value()[layer]))
+
+
+def generate(
+    model: LanguageModel, prompts: list[list[int]], count: int, temperature: float = 0.0, seed: int = 0
+) -> Iterator[np.ndarray]:
+    """Yields the next token of each prompt, [B], so many times; one program serves all lengths.
+
+    It is the likeliest at temperature 0, and else drawn from the softmax of the logits over the temperature.
+    """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     size = 1 << (int(lengths.max()) - 1).bit_length()
     tokens = np.stack([np.pad(prompt, (0, size - len(prompt))) for prompt in prompts]).astype(np.int32)
     model.init_cache(len(prompts), size + count)
-    step = nnx.jit(lambda model, tokens, **options: model(tokens, decode=True, **options), static_argnames="prefill")
-    logits = step(model, tokens, prefill=True, lengths=lengths)
-    last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)  # [B, 1, vocabulary]
-    for number in range(count):
-        chosen = last.argmax(axis=-1).astype(jnp.int32)  # [B, 1]
-        yield np.asarray(chosen[:, 0])
-        if number + 1 < count:
-            last = step(model, chosen)
+
+    @nnx.jit(static_argnames="prefill")
+    def next_token(model: LanguageModel, tokens: jax.Array, last: Any, number: int, **options: Any) -> jax.Array:
+        states = model.states(tokens, decode=True, **options)  # [B, T, D]
+        logits = model.logits(jnp.take_along_axis(states, last[:, None, None], axis=1))  # [B, 1, vocabulary]
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        drawn = jax.random.categorical(key, logits / temperature) if temperature else logits.argmax(axis=-1)
+        return drawn.astype(jnp.int32)  # [B, 1]
+
+    token = next_token(model, jnp.asarray(tokens), lengths - 1, 0, prefill=True, lengths=lengths)
+    for number in range(1, count + 1):
+        yield np.asarray(token[:, 0])
+        if number < count:
+            token = next_token(model, token, np.zeros_like(lengths), number)
 
 
 def main() -> int:

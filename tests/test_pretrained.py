@@ -1,15 +1,19 @@
 """The example that loads pretrained models: the logits and the tokens of transformers, on one device and on a mesh."""
 
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pretrained
 import pytest
 import tiny_checkpoints
 from flax import nnx
 from oracle import make_mesh
+from parts.pretrained.lora import adapt
+from parts.pretrained.weights import read_tensors
 
 import ringjax
 
@@ -26,22 +30,36 @@ def logits_of(model, tokens, **options):
 
 def load(folder, name, mesh=None, num_shards=1, is_old=False, **options):
     tiny_checkpoints.write(folder, name, is_old, num_shards)
+    return reload(folder, mesh, **options)
+
+
+def reload(folder, mesh=None, dtype=jnp.float32, **options):
     mesh = make_mesh(seq=1) if mesh is None else mesh
-    return pretrained.load(folder, dtype=jnp.float32, mesh=mesh, **options)
+    return pretrained.load(folder, dtype=dtype, mesh=mesh, **options)
 
 
-@pytest.mark.quick("qwen3")
+def check_logits(model, name, kind="logits"):
+    tokens, expected = RECORDED[f"{name}/tokens"], RECORDED[f"{name}/{kind}"]
+    np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.quick("qwen3", "gpt_oss")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_tokens_are_those_of_transformers(tmp_path, name):
     """On a mesh, and four prompts of several lengths in one batch."""
-    tokens, expected, added = (RECORDED[f"{name}/{kind}"] for kind in ("tokens", "logits", "added"))
+    tokens, expected, loss, added = (RECORDED[f"{name}/{kind}"] for kind in ("tokens", "logits", "loss", "added"))
     mesh = make_mesh(fsdp=2, seq=4)
     model = load(tmp_path, name, mesh, num_shards=2)
-    kernel = model.blocks[0].attention.query.kernel.get_value()
-    assert kernel.sharding.shard_shape(kernel.shape) == (8, 4, kernel.shape[2])
+    kernel = model.stacked[0].attention.query.kernel.get_value()
+    count, width = len(model.config.layers) // model.config.period, model.config.width
+    assert kernel.shape[:2] == (count, width)
+    assert kernel.sharding.shard_shape(kernel.shape)[:2] == (count, width // 2)
     padded = np.pad(tokens, ((0, 0), (0, 1)))  # to a length that the mesh divides
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(logits_of(model, padded)[:, :-1], expected, rtol=0, atol=1e-4)
+        logits = logits_of(model, padded)[:, :-1]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+        of_each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        np.testing.assert_allclose(of_each.mean(), loss, rtol=1e-5)
         prompts = [tokens[0, :size].tolist() for size in PROMPTS]
         found = np.stack(list(pretrained.generate(model, prompts, added.shape[1])), axis=1)
     np.testing.assert_array_equal(found, added)
@@ -52,9 +70,85 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path, name):
 def test_configurations_of_transformers_4(tmp_path, name):
     model = load(tmp_path, name, is_old=True)
     assert model.config == load(tmp_path / "new", name).config
-    np.testing.assert_allclose(
-        logits_of(model, RECORDED[f"{name}/tokens"]), RECORDED[f"{name}/logits"], rtol=0, atol=1e-4
-    )
+    check_logits(model, name)
+
+
+def read(folder):
+    return {name: array() for name, array in read_tensors(folder).items()}
+
+
+@pytest.mark.quick("gemma2", "gpt_oss")
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_saved_is_what_was_loaded(tmp_path, name):
+    """To the bit, so that transformers computes the same of it; experts in four bits are written in full."""
+    model = load(tmp_path / "from", name)
+    (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    pretrained.save(model, tmp_path / "to")
+    found, expected = read(tmp_path / "to"), read(tmp_path / "from")
+    assert sorted(found) == sorted(expected)
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, expected[key].astype(np.float32), err_msg=key)
+    assert (tmp_path / "to" / "tokenizer.json").read_text() == "{}"
+    config = tiny_checkpoints.config_of(name)
+    config.pop("quantization_config", None)
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == {**config, "torch_dtype": "float32"}
+    with pytest.raises(ValueError, match="holds a checkpoint"):
+        pretrained.save(model, tmp_path / "to")
+
+
+@pytest.mark.parametrize("name", tiny_checkpoints.WRITTEN)
+def test_another_rotary_embedding_is_written_with_the_model(tmp_path, name):
+    model = load(tmp_path / "from", name, rope=tiny_checkpoints.EXTENDED)
+    check_logits(model, name, "extended")
+    pretrained.save(model, tmp_path / "to")
+    written = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert written == {**tiny_checkpoints.config_of(name), **tiny_checkpoints.WRITTEN[name], "torch_dtype": "float32"}
+    assert reload(tmp_path / "to").config == model.config
+
+
+def test_what_transformers_cannot_express_is_warned_of(tmp_path):
+    """A pattern; and apart from layers with windows a rotary embedding, but for Gemma 3."""
+    model = load(tmp_path / "from", "gemma2", rope=tiny_checkpoints.EXTENDED, pattern=[ringjax.Segments(8)])
+    with pytest.warns(UserWarning, match="cannot express") as caught:
+        pretrained.save(model, tmp_path / "to")
+    of_pattern, of_rope = (str(warning.message) for warning in caught)
+    assert "the pattern of layers that attend to all tokens" in of_pattern
+    assert "the rotary embedding of layers with windows" in of_rope
+
+
+def test_adapters(tmp_path):
+    """They add nothing at first; merged into the kernels of a saved model they add what they did; their base stays."""
+    model = load(tmp_path / "from", "gemma2")
+    adapt(model, 2)
+    check_logits(model, "gemma2")
+    draw = np.random.default_rng(0)
+    adapters = nnx.state(model, nnx.LoRAParam)
+    assert len(jax.tree.leaves(adapters)) == 3 * 7 * 2
+    drawn = lambda array: jnp.asarray(0.1 * draw.normal(size=array.shape), array.dtype)
+    nnx.update(model, jax.tree.map(drawn, adapters))
+    tokens = RECORDED["gemma2/tokens"]
+    logits = logits_of(model, tokens)
+    assert not np.allclose(logits, RECORDED["gemma2/logits"], atol=1e-2)
+    pretrained.save(model, tmp_path / "to")
+    np.testing.assert_allclose(logits_of(reload(tmp_path / "to"), tokens), logits, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(logits_of(model, tokens), logits)
+
+
+def test_gradients_that_compute_blocks_again(tmp_path):
+    """Through layers in a scan, with experts and with blocks computed again: the same."""
+    tokens = RECORDED["gpt_oss/tokens"]
+
+    @nnx.jit
+    @nnx.grad
+    def gradient(model, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(model(tokens)[:, :-1], tokens[:, 1:]).mean()
+
+    mesh = make_mesh(fsdp=2, seq=4)
+    with jax.enable_x64(True):
+        expected = gradient(load(tmp_path, "gpt_oss", dtype=jnp.float64), tokens[:, :16])
+        with jax.set_mesh(mesh):
+            found = gradient(reload(tmp_path, mesh, dtype=jnp.float64, remat=True), tokens[:, :16])
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-9), found, expected)
 
 
 def test_packed_documents_are_those_apart(tmp_path):
@@ -70,13 +164,14 @@ def test_packed_documents_are_those_apart(tmp_path):
 
 def test_another_pattern_and_rope_in_full_layers(tmp_path):
     """Of layers that attend to all tokens; those with windows stay."""
-    rope = ringjax.rope_frequencies({"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}, 8)
+    rope = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
     pattern = [ringjax.Window(4), ringjax.Segments(16, rate=2)]
     model = load(tmp_path, "gemma2", pattern=pattern, rope=rope)
-    first, second, _ = (block.attention.settings for block in model.blocks)
+    first, second = (block.attention.settings for block in model.stacked)
     assert first.pattern.branches == (ringjax.Window(5),)
     assert second.pattern == ringjax.DilatedPattern(pattern, merge="union")
-    assert second.rope[0] == tuple(rope[0].tolist()) != first.rope[0]
+    frequencies, _ = ringjax.rope_frequencies(rope, 8)
+    assert second.rope[0] == tuple(frequencies.tolist()) != first.rope[0]
     logits = logits_of(model, RECORDED["gemma2/tokens"])
     assert not np.allclose(logits, RECORDED["gemma2/logits"], atol=1e-2)
 

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import math
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -83,6 +83,17 @@ def make_mesh(sizes: dict[str, int] | None, num_processes: int | None = None) ->
             "ask for all, or start fewer"
         )
     return ringjax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+
+
+def fitting(mesh: Any, spec: P | None, shape: tuple[int, ...]) -> P:
+    """Returns a spec without the axes that a mesh lacks, and those that do not divide their dimension of a shape."""
+
+    def fit(axes: Any, size: int) -> Any:
+        names = axes if isinstance(axes, tuple) else (axes,)
+        names = tuple(name for name in names if name in mesh.axis_names)
+        return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
+    return P(*map(fit, (spec or ()), shape))
 
 
 def on_all_devices(model: Model, mesh: Mesh | None) -> Model:

@@ -1,0 +1,1 @@
+"""Pretrained language models: configuration, layers, weights, and low-rank adapters."""
