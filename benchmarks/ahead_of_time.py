@@ -47,6 +47,21 @@ TOPOLOGIES = {
     "v5p:2x2x2": ("v5p", "2x2x2"),
     "v6e:2x4": ("v6e", "2x4"),
 }
+# Qwen3-0.6B's own.
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 # All of several permutes overlap: the compiler's own limit is one at a time.
 OVERLAP = (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
 
@@ -219,6 +234,34 @@ def slide_encoder() -> list[tuple[str, str, float]]:
     return [*found, ("compile time", "1 H100, forward, slide encoder, 12 layers over 1", seconds[12] / seconds[1])]
 
 
+def lower_fine_tuning(length: int) -> Any:
+    """Returns a step of the fine-tuning example for 8 H100s, with a row of so many tokens, lowered.
+
+    Of Qwen3-0.6B's shape: bfloat16, parameters and AdamW in float32, each block computed again.
+    """
+    sys.path.insert(0, str(ROOT / "examples"))
+    from parts.distribution import AXES, TOKENS  # noqa: PLC0415  # of the examples
+    from parts.pretrained.config import make_config  # noqa: PLC0415
+    from parts.pretrained.model import LanguageModel  # noqa: PLC0415
+    from parts.pretrained.text import Rows  # noqa: PLC0415
+    from parts.pretrained.training import make_trainer  # noqa: PLC0415
+
+    mesh = make_mesh((1, 1, 8, 1), AXES, (AxisType.Auto,) * 4, devices=devices(*TOPOLOGIES["8 H100s"]))
+    config = make_config(QWEN3, ".", rope={"rope_type": "yarn", "factor": 4.0})
+    options: Any = {"spec": P(*TOKENS, "tensor"), "remat": True, "dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+    model = nnx.eval_shape(lambda: LanguageModel(config, **options, rngs=nnx.Rngs(0)))
+    trainer = make_trainer(model, mesh, steps=100, accumulate=1, learning_rate=1e-5)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=NamedSharding(mesh, TOKENS))
+    with jax.enable_x64(False), jax.set_mesh(mesh):
+        return trainer.step.lower(trainer.abstract, trainer.fixed, Rows(tokens, tokens, None, None))
+
+
+def fine_tuning() -> float:
+    """Returns the most GiB on one of 8 H100s in a step of fine-tuning at 131,072 tokens."""
+    compiled = lower_fine_tuning(131_072).compile(dict(OVERLAP))
+    return compiled.memory_analysis().peak_memory_in_bytes / 2**30
+
+
 def measure() -> list[dict[str, Any]]:
     """Returns the rows of the table."""
     rows = []
@@ -251,6 +294,7 @@ def measure() -> list[dict[str, Any]]:
     add("peak GiB", "1 H100, gradient, LongNet, 2^20 tokens", long.memory_analysis().peak_memory_in_bytes / 2**30)
     for row in slide_encoder():
         add(*row)
+    add("peak GiB", "8 H100s, a step of Qwen3-0.6B with AdamW at 131,072 tokens", fine_tuning())
     add("peak bytes, 8 devices over 2", "H100s, gradient, dense", peak() / 4 / peak(count=2))
     for name, topology in TOPOLOGIES.items():
         length = TOKENS * len(devices(*topology))

@@ -42,7 +42,7 @@ from parts.corpus import (
 )
 from parts.distribution import TOKENS, check_fits, join, local_region, make_mesh, parse_mesh
 from parts.metrics import COLUMNS, POSITIONS, Metrics, Row, plot, read_positions
-from parts.options import Formatter, Parser, check_writable, in_options, positive, seed
+from parts.options import Formatter, Parser, check_writable, in_options, positive, positive_number, seed
 from parts.training import State, Trainer, define_model, first_not_finite, make_trainer
 from tqdm import tqdm
 
@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sequence-length", type=positive, default=8192, help="bytes in a sequence")
     add("--batch-size", type=positive, help="sequences in a step; by default one for each device along data and fsdp")
     add("--steps", type=positive, default=400, help="steps of training")
-    add("--learning-rate", type=learning_rate, default=0.02, help="the peak; it warms up and then decays")
+    add("--learning-rate", type=positive_number, default=0.02, help="the peak; it warms up and then decays")
     add("--width", type=positive, default=128, help="width of the model")
     add("--layers", type=positive, default=2, help="layers of the model")
     add("--heads", type=positive, default=8, help="attention heads")
@@ -118,17 +118,6 @@ def ngram_bits(text: str) -> int:
     if positive(text) > NGRAM_BITS:
         raise argparse.ArgumentTypeError(f"{text!r} is more than the {NGRAM_BITS} bits that tokens have")
     return int(text)
-
-
-def learning_rate(text: str) -> float:
-    """Parses a positive, finite number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return number
 
 
 def integers(text: str) -> tuple[int, ...]:

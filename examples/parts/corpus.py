@@ -66,7 +66,7 @@ def load_corpus(source: str | None, sequence_length: int) -> Corpus:
       ValueError: if there is nothing to read, or less than one sequence of it, or a file that cannot be read, or one
         that is binary.
     """
-    files = _standard_library() if source is None else _files(Path(source))
+    files = text_files(source)
     texts = [Document(path, 0, size) for path in files if (size := _size_of_text(path))]
     if len(texts) == 1:
         text, cut = texts[0], texts[0].size * 9 // 10
@@ -183,6 +183,15 @@ def _size_of_text(path: Path) -> int:
     if is_binary:
         raise ValueError(f"{path} is binary, with bytes of zero, which separate documents: leave it out of --data")
     return size
+
+
+def text_files(source: str | None) -> list[Path]:
+    """Returns a file, the files of a folder, or by default those of the standard library's own source.
+
+    Raises:
+      ValueError: if there is no file.
+    """
+    return _standard_library() if source is None else _files(Path(source))
 
 
 def _standard_library() -> list[Path]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import tempfile
@@ -44,6 +45,17 @@ def positive(text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(number) * unit
+
+
+def positive_number(text: str) -> float:
+    """Parses a positive, finite number, whole or not."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
 
 
 def check_writable(option: str, path: Path, suffix: str = "") -> None:

@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from parts.byte_model import ByteModel
 from parts.corpus import PADDING
-from parts.distribution import TOKENS
+from parts.distribution import TOKENS, fitting
 
 
 class State(NamedTuple):
@@ -146,8 +146,8 @@ def state_shardings(state: State, mesh: Mesh) -> State:
     """Returns how a state lies on the mesh: each array as the metadata of its parameter say, also the optimizer's."""
 
     def of(node: Any) -> Any:
-        spec = P(*(node.get_metadata().get("out_sharding") or ())) if isinstance(node, nnx.Variable) else P()
-        return jax.tree.map(lambda array: NamedSharding(mesh, spec if array.ndim else P()), node)
+        spec = node.get_metadata().get("out_sharding") if isinstance(node, nnx.Variable) else None
+        return jax.tree.map(lambda array: NamedSharding(mesh, fitting(mesh, spec, array.shape)), node)
 
     return jax.tree.map(of, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 

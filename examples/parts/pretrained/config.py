@@ -98,6 +98,13 @@ def read_config(folder: str | Path, *, pattern: Any = None, rope: Mapping[str, A
     """
     given = json.loads((Path(folder) / "config.json").read_text())
     given = given.get("text_config", given)  # of a model of texts and images, its part of texts
+    return make_config(given, folder, pattern=pattern, rope=rope)
+
+
+def make_config(
+    given: dict[str, Any], folder: str | Path, *, pattern: Any = None, rope: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Returns the configuration that a folder has or is to have, from its settings; see :func:`read_config`."""
     kind = given["model_type"]
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type={kind!r} in config.json is unknown: use one of {', '.join(_ARCHITECTURES)}")

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parts.distribution import fitting
 from parts.pretrained.model import LanguageModel
 
 PROJECTIONS = {"attention": ("query", "key", "value", "out"), "feed_forward": ("gate", "up", "down")}
@@ -30,15 +31,16 @@ class Adapted(nnx.Module):
     def __init__(self, base: Any, num_stacked: int, num_inputs: int, rank: int, key: jax.Array) -> None:
         self.base, self.num_stacked, self.num_inputs = base, num_stacked, num_inputs
         kernel = base.kernel.get_value()
-        sharding, outputs = kernel.sharding, num_stacked + num_inputs
-        stacked, rows, columns = kernel.shape[:num_stacked], kernel.shape[num_stacked:outputs], kernel.shape[outputs:]
+        axes, begin = base.kernel.get_metadata()["out_sharding"], num_stacked + num_inputs  # of the outputs
+        stacked, rows, columns = kernel.shape[:num_stacked], kernel.shape[num_stacked:begin], kernel.shape[begin:]
         down = jax.random.normal(key, (*stacked, *rows, rank)) / math.sqrt(math.prod(rows))
         up = jnp.zeros((*stacked, rank, *columns))
-        if isinstance(sharding, NamedSharding):
-            spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
-            down = jax.device_put(down, NamedSharding(sharding.mesh, P(*spec[:outputs], None)))
-            up = jax.device_put(up, NamedSharding(sharding.mesh, P(*spec[:num_stacked], None, *spec[outputs:])))
-        self.down, self.up = nnx.LoRAParam(down), nnx.LoRAParam(up)
+
+        def lay(array: jax.Array, *axes: Any) -> nnx.LoRAParam[jax.Array]:
+            sharding = NamedSharding(kernel.sharding.mesh, fitting(kernel.sharding.mesh, P(*axes), array.shape))
+            return nnx.LoRAParam(jax.device_put(array, sharding), out_sharding=axes, eager_sharding=False)
+
+        self.down, self.up = lay(down, *axes[:begin], None), lay(up, *axes[:num_stacked], None, *axes[begin:])
 
     def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
         """Returns the projection of inputs [..., *rows], with the options of the base."""

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec as P
 
 import ringjax
-from parts.byte_model import sharded
+from parts.byte_model import lay, promote_and_gather, sharded
 from parts.pretrained.config import LayerConfig, ModelConfig
 from parts.pretrained.experts import Experts
 
@@ -65,6 +66,7 @@ class Block(nnx.Module):
             head_dim=config.head_dim,
             pattern=layer.pattern,
             is_causal=True,
+            documents_are_sorted=True,
             scale=config.scale,
             logits_soft_cap=config.attention_cap,
             rope=layer.rope,
@@ -97,7 +99,8 @@ class LanguageModel(nnx.Module):
 
     Args:
       config: the model.
-      spec: how heads [B, T, N, H] lie on the mesh, which fused kernels need where its axes are Auto.
+      spec: how heads [B, T, N, H] lie on the mesh, which fused kernels need where its axes are Auto; states [B, T, D]
+        are laid so too.
       remat: whether gradients compute each block again instead of keeping what is inside.
       dtype: the dtype of the computation.
       param_dtype: the dtype of the parameters.
@@ -116,12 +119,18 @@ class LanguageModel(nnx.Module):
     ) -> None:
         types = {"dtype": dtype, "param_dtype": param_dtype}
         self.config, self.remat = config, remat
+        self.spec = None if spec is None else P(*spec[:2])
         count = len(config.layers) // config.period
         make = lambda rngs, layers: nnx.List(Block(config, layer, spec, **types, rngs=rngs) for layer in layers)
         period = functools.partial(make, layers=config.layers[: config.period])
         stack = nnx.vmap(period, axis_size=count, transform_metadata={nnx.PARTITION_NAME: None})
         self.embed = nnx.Embed(
-            config.vocab_size, config.width, embedding_init=sharded("tensor", "fsdp"), **types, rngs=rngs
+            config.vocab_size,
+            config.width,
+            embedding_init=sharded("tensor", "fsdp"),
+            promote_dtype=promote_dtype if spec is None else promote_and_gather,
+            **types,
+            rngs=rngs,
         )
         self.stacked = nnx.split_rngs(splits=count)(stack)(rngs)
         self.rest = make(rngs, config.layers[count * config.period :])
@@ -133,16 +142,16 @@ class LanguageModel(nnx.Module):
         """Returns the logits [B, T, vocabulary] of the tokens that follow each of the tokens [B, T].
 
         The options are those of :class:`ringjax.RingDilatedAttention`: `positions`, `document_ids`, and after
-        :meth:`init_cache` `decode`, `prefill` and `lengths`.
+        :meth:`init_cache` `decode`, `prefill` and `lengths`. Documents are in order.
         """
         return self.logits(self.states(tokens, **options))
 
     def states(self, tokens: jax.Array, **options: Any) -> jax.Array:
         """Returns the last states [B, T, D], of which :meth:`logits` are made; the options are those of a call."""
-        states = self.embed(tokens)
+        states = lay(self.embed(tokens), self.spec)
         if self.config.is_gemma:
             states = states * jnp.asarray(self.config.width**0.5, states.dtype)
-        run_block = lambda block, states: block(states, **options)
+        run_block = lambda block, states: lay(block(states, **options), self.spec)
         run_block = nnx.remat(run_block) if self.remat else run_block
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)

@@ -1,0 +1,267 @@
+"""Fine-tunes a pretrained language model on long texts, on simulated CPU devices or on real ones.
+
+- `python examples/finetune_lm.py`: a tiny random model on 8 simulated devices, on the standard library's own source.
+- `python examples/finetune_lm.py --weights DIR --data TEXTS --mesh fsdp=2,seq=4 --sequence-length 32k --rope yarn:4`:
+  a checkpoint from the Hugging Face hub, with a longer context; see `docs/pretrained.md`.
+- `--pattern window:4k,segments:32k:8`: another pattern for the layers that attend to all tokens.
+- `--lora 8`: adapters alone; `--packed`: documents that do not attend to each other.
+- `--resume`: from the last checkpoint on; `--generate "def main("` continues a text with it, `--save DIR` writes it for
+  transformers.
+
+Each file is a document. Wrong input ends it with exit code 2 before anything is written.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from parts.checkpoints import Checkpoints, RunError
+from parts.corpus import text_files
+from parts.distribution import TOKENS, check_fits, make_mesh, parse_mesh
+from parts.options import Formatter, Parser, branch, check_writable, positive, positive_number, seed
+from parts.pretrained.checkpoint import check_free, load, save
+from parts.pretrained.generation import generate
+from parts.pretrained.lora import adapt
+from parts.pretrained.report import add_losses, needle_table, plot_losses
+from parts.pretrained.text import Rows, encode, hold_out, make_rows, read_tokenizer, rows_of_step
+from parts.pretrained.tiny import write_tiny
+from parts.pretrained.training import State, Trainer, make_trainer
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+# What a run may not change when it is resumed: the model, and which rows each step takes.
+MODEL = ("weights", "rope", "pattern", "lora")
+SHORTEST_HAYSTACK = 128  # in tokens
+DATA = ("packed", "sequence_length", "batch_size", "accumulate", "steps", "learning_rate", "seed")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = Parser(description=__doc__, formatter_class=Formatter)
+    add = parser.add_argument
+    add(
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="config.json, safetensors and tokenizer.json; by default a tiny model",
+    )
+    add("--data", metavar="FILE_OR_FOLDER", help="the texts; by default the standard library's source")
+    add("--mesh", type=parse_mesh, help="mesh axes, such as fsdp=2,seq=4; by default all devices, seq=8")
+    add("--sequence-length", type=positive, default=1024, help="tokens in a row, such as 32k")
+    add("--rope", type=rope, metavar="TYPE:FACTOR", help="a scaled rotary embedding, such as yarn:4")
+    add("--pattern", type=branches, help="branches, such as window:4k,segments:32k:8; all tokens by default")
+    add("--lora", type=positive, metavar="RANK", help="train adapters of this rank, and nothing else")
+    add("--packed", action="store_true", help="documents do not attend to each other, and begin at position 0 each")
+    add("--batch-size", type=positive, help="rows at once; by default one for each device along data and fsdp")
+    add("--accumulate", type=positive, default=1, help="batches for one step of the optimizer")
+    add("--steps", type=positive, default=200, help="steps of the optimizer")
+    add(
+        "--learning-rate",
+        type=positive_number,
+        help="by default 1e-5, of adapters 2e-4, of a tiny model 1e-3",
+    )
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="of the computation; parameters are float32",
+    )
+    add("--seed", type=seed, default=0, help="of the order of the rows, and of what is random at first")
+    add("--out", type=Path, default=Path("runs/finetune_lm"), help="folder of checkpoints and plots")
+    add("--checkpoint-every", type=positive, default=100, help="steps between checkpoints")
+    add("--held-out-rows", type=positive, default=8, help="rows of held-out text in an evaluation")
+    add("--resume", type=positive, nargs="?", const=0, metavar="STEP", help="continue from the last checkpoint, or one")
+    add("--generate", metavar="TEXT", help="continue a text with the last checkpoint instead of training")
+    add("--tokens", type=positive, default=64, help="tokens of the continuation")
+    add("--temperature", type=positive_number, help="of what is drawn; by default the likeliest token is taken")
+    add("--save", type=Path, metavar="DIR", help="write the model for transformers, after training or alone")
+    return parser.parse_args(argv)
+
+
+def rope(text: str) -> dict[str, Any]:
+    """Parses a rotary embedding, such as yarn:4."""
+    kind, _, factor = text.partition(":")
+    try:
+        return {"rope_type": kind, "factor": float(factor)}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rotary embedding: write TYPE:FACTOR, as yarn:4") from None
+
+
+def branches(text: str) -> list[Any]:
+    """Parses branches that are joined by commas."""
+    return [branch(part) for part in text.split(",")]
+
+
+class Run(NamedTuple):
+    """What a run has: a tokenizer with the tokens that end a text, rows, the held-out text, and the functions."""
+
+    mesh: Mesh
+    tokenizer: Tokenizer
+    ends: list[int]
+    rows: Rows
+    held_out: Rows
+    text: np.ndarray
+    trainer: Trainer
+
+
+def prepare(arguments: argparse.Namespace, folder: Path, files: list[Path]) -> Run:
+    """Returns a run of the checkpoint in a folder, on the texts of files.
+
+    Raises:
+      ValueError: for what is wrong in any of them, or does not fit another, before anything is compiled or written.
+    """
+    mesh = make_mesh(arguments.mesh)
+    arguments.batch_size = arguments.batch_size or mesh.shape["data"] * mesh.shape["fsdp"]
+    length = arguments.sequence_length
+    check_fits(mesh, {"--sequence-length": (length, ("seq",)), "--batch-size": (arguments.batch_size, TOKENS[0])})
+    check_writable("--out", arguments.out)
+    if arguments.save is not None:
+        check_free(arguments.save)
+    if arguments.weights is None:
+        write_tiny(folder, files, arguments.seed)
+    tokenizer, ends = read_tokenizer(folder)
+    documents, held_out = hold_out(encode(tokenizer, ends, files))
+    count = sum(map(len, documents))
+    if count < length:
+        raise ValueError(f"--data has {count} tokens to train on, less than --sequence-length {length}: give more text")
+    make = functools.partial(make_rows, length=length, is_packed=arguments.packed)
+    model = load(
+        folder,
+        dtype=jnp.dtype(arguments.dtype),
+        param_dtype=jnp.float32,
+        mesh=mesh,
+        pattern=arguments.pattern,
+        rope=arguments.rope,
+        spec=P(*TOKENS, "tensor"),
+        remat=True,
+    )
+    if arguments.lora is not None:
+        adapt(model, arguments.lora, arguments.seed)
+    rate = 1e-3 if arguments.weights is None else 1e-5 if arguments.lora is None else 2e-4
+    trainer = make_trainer(model, mesh, arguments.steps, arguments.accumulate, arguments.learning_rate or rate)
+    return Run(mesh, tokenizer, ends, make(documents), make(held_out), np.concatenate(held_out), trainer)
+
+
+def take(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
+    """Returns some of the rows, laid on the mesh."""
+    sharding = NamedSharding(mesh, TOKENS)
+    return Rows(*(None if array is None else jax.device_put(array[numbers], sharding) for array in rows))
+
+
+def train(arguments: argparse.Namespace, run: Run, checkpoints: Checkpoints) -> State:
+    """Trains, with checkpoints and a progress bar, and returns the last state."""
+    trainer, size = run.trainer, arguments.batch_size
+    state = restore(run, checkpoints) if checkpoints.step else trainer.init()
+    count = min(arguments.held_out_rows, len(run.held_out.tokens))
+    numbers = np.resize(np.arange(count), (-(-count // size), size))
+    evaluate = lambda step, state: add_losses(
+        arguments.out, step, trainer, state.params, [take(run.held_out, batch, run.mesh) for batch in numbers]
+    )
+    if not checkpoints.step:
+        print(f"held-out loss {evaluate(0, state):.4f} before the first step")
+    with tqdm(total=arguments.steps, initial=checkpoints.step, unit="step", desc="compiling", smoothing=0) as progress:
+        for step in range(checkpoints.step, arguments.steps):
+            begin = time.perf_counter()
+            state, loss = train_step(arguments, run, state, step)
+            speed = size * arguments.accumulate * arguments.sequence_length / (time.perf_counter() - begin)
+            if not math.isfinite(loss):
+                raise checkpoints.lost(f"step {step + 1}: the loss is {loss}", "take a smaller --learning-rate")
+            progress.set_description("training", refresh=False)
+            progress.update()
+            progress.write(f"step {step + 1}: loss {loss:.7f}, {speed:.0f} tokens a second")
+            if step + 1 == arguments.steps or (step + 1) % arguments.checkpoint_every == 0:
+                checkpoints.save(step + 1, state._asdict())
+        checkpoints.wait()
+    loss = evaluate(arguments.steps, state)
+    print(f"held-out loss {loss:.4f} after {arguments.steps} steps, by position in {plot_losses(arguments.out)}")
+    return state
+
+
+def train_step(arguments: argparse.Namespace, run: Run, state: State, step: int) -> tuple[State, float]:
+    """Returns the state after a step of the optimizer, and the mean of the losses of its batches."""
+    shape = arguments.accumulate, arguments.batch_size
+    numbers = rows_of_step(len(run.rows.tokens), math.prod(shape), step, arguments.seed)
+    losses = []
+    for batch in numbers.reshape(shape):
+        state, loss = run.trainer.step(state, run.trainer.fixed, take(run.rows, batch, run.mesh))
+        losses.append(loss)
+    return state, float(np.mean(jax.device_get(losses)))
+
+
+def restore(run: Run, checkpoints: Checkpoints) -> State:
+    """Returns the state of the checkpoint to resume, on the mesh of the run."""
+    return State(**checkpoints.restore(run.trainer.abstract._asdict()))
+
+
+def report(arguments: argparse.Namespace, run: Run, state: State) -> None:
+    """Prints what a trained model finds in a haystack, and writes it."""
+    model = run.trainer.merge(state.params)
+    if arguments.weights is not None:
+        length, multiple = arguments.sequence_length, run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+        lengths = [length // part for part in (8, 4, 2, 1) if length // part >= SHORTEST_HAYSTACK]
+        print("\n".join(needle_table(model, run.tokenizer, run.text, lengths, multiple)) if lengths else "")
+    if arguments.save is not None:
+        save(model, arguments.save)
+        print(f"{arguments.save} holds the model for transformers")
+
+
+def continue_text(arguments: argparse.Namespace, run: Run, params: Any) -> str:
+    """Returns a continuation of the text of --generate."""
+    prompt = run.tokenizer.encode(arguments.generate).ids
+    prompts = [prompt] * (run.mesh.shape["data"] * run.mesh.shape["fsdp"])
+    tokens = []
+    for token in generate(
+        run.trainer.merge(params), prompts, arguments.tokens, arguments.temperature or 0.0, arguments.seed
+    ):
+        if token[0] in run.ends:
+            break
+        tokens.append(int(token[0]))
+    return run.tokenizer.decode(tokens)
+
+
+def open_checkpoints(arguments: argparse.Namespace, files: list[Path]) -> Checkpoints:
+    """Opens the run's checkpoints; the one to continue a text with may be of any texts, in any order."""
+    is_read = arguments.generate is not None
+    values = {name: getattr(arguments, name) for name in (MODEL if is_read else (*MODEL, *DATA))}
+    configuration = {name: value if isinstance(value, int | None) else str(value) for name, value in values.items()}
+    if not is_read:
+        sizes = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+        configuration["texts"] = f"{len(files)} files, {zlib.crc32(sizes.encode()):x}"
+    resume = arguments.resume or 0 if is_read else arguments.resume
+    return Checkpoints(arguments.out / "checkpoints", configuration, resume, read_only=is_read)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the program; wrong input ends it with exit code 2, a run that cannot go on with 1."""
+    arguments = parse_arguments(argv)
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = arguments.weights or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny"
+            files = text_files(arguments.data)
+            run = prepare(arguments, folder, files)
+            checkpoints = stack.enter_context(open_checkpoints(arguments, files))
+            stack.enter_context(jax.set_mesh(run.mesh))
+            if arguments.generate is not None:
+                print(arguments.generate + continue_text(arguments, run, restore(run, checkpoints).params))
+                return
+            report(arguments, run, train(arguments, run, checkpoints))
+    except (ValueError, OSError, RunError) as error:
+        print(f"finetune_lm.py: error: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, RunError) else 2) from error
+
+
+if __name__ == "__main__":
+    main()
