@@ -106,38 +106,34 @@ def branches(text: str) -> list[Any]:
 
 
 class Run(NamedTuple):
-    """What a run has: a tokenizer with the tokens that end a text, rows, the held-out text, and the functions."""
+    """What a run has: its mesh, a tokenizer with the tokens that end a text, and the functions of its model."""
 
     mesh: Mesh
     tokenizer: Tokenizer
     ends: list[int]
-    rows: Rows
-    held_out: Rows
-    text: np.ndarray
     trainer: Trainer
 
+    @property
+    def num_batches(self) -> int:
+        """How many devices share the rows of a batch."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
-def prepare(arguments: argparse.Namespace, folder: Path, files: list[Path]) -> Run:
-    """Returns a run of the checkpoint in a folder, on the texts of files.
+
+class Texts(NamedTuple):
+    """The rows to train on, those that are held out, and the tokens of these."""
+
+    rows: Rows
+    held_out: Rows
+    tokens: np.ndarray
+
+
+def prepare(arguments: argparse.Namespace, mesh: Mesh, folder: Path) -> Run:
+    """Returns a run of the checkpoint in a folder.
 
     Raises:
-      ValueError: for what is wrong in any of them, or does not fit another, before anything is compiled or written.
+      ValueError: for what is wrong in it, or in the options of its model.
     """
-    mesh = make_mesh(arguments.mesh)
-    arguments.batch_size = arguments.batch_size or mesh.shape["data"] * mesh.shape["fsdp"]
-    length = arguments.sequence_length
-    check_fits(mesh, {"--sequence-length": (length, ("seq",)), "--batch-size": (arguments.batch_size, TOKENS[0])})
-    check_writable("--out", arguments.out)
-    if arguments.save is not None:
-        check_free(arguments.save)
-    if arguments.weights is None:
-        write_tiny(folder, files, arguments.seed)
     tokenizer, ends = read_tokenizer(folder)
-    documents, held_out = hold_out(encode(tokenizer, ends, files))
-    count = sum(map(len, documents))
-    if count < length:
-        raise ValueError(f"--data has {count} tokens to train on, less than --sequence-length {length}: give more text")
-    make = functools.partial(make_rows, length=length, is_packed=arguments.packed)
     model = load(
         folder,
         dtype=jnp.dtype(arguments.dtype),
@@ -152,7 +148,21 @@ def prepare(arguments: argparse.Namespace, folder: Path, files: list[Path]) -> R
         adapt(model, arguments.lora, arguments.seed)
     rate = 1e-3 if arguments.weights is None else 1e-5 if arguments.lora is None else 2e-4
     trainer = make_trainer(model, mesh, arguments.steps, arguments.accumulate, arguments.learning_rate or rate)
-    return Run(mesh, tokenizer, ends, make(documents), make(held_out), np.concatenate(held_out), trainer)
+    return Run(mesh, tokenizer, ends, trainer)
+
+
+def read_texts(arguments: argparse.Namespace, run: Run, files: list[Path]) -> Texts:
+    """Returns the rows of the files.
+
+    Raises:
+      ValueError: if there are fewer tokens to train on than a row has.
+    """
+    documents, held_out = hold_out(encode(run.tokenizer, run.ends, files))
+    count, length = sum(map(len, documents)), arguments.sequence_length
+    if count < length:
+        raise ValueError(f"--data has {count} tokens to train on, less than --sequence-length {length}: give more text")
+    make = functools.partial(make_rows, length=length, is_packed=arguments.packed)
+    return Texts(make(documents), make(held_out), np.concatenate(held_out))
 
 
 def take(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
@@ -161,21 +171,21 @@ def take(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
     return Rows(*(None if array is None else jax.device_put(array[numbers], sharding) for array in rows))
 
 
-def train(arguments: argparse.Namespace, run: Run, checkpoints: Checkpoints) -> State:
+def train(arguments: argparse.Namespace, run: Run, texts: Texts, checkpoints: Checkpoints) -> State:
     """Trains, with checkpoints and a progress bar, and returns the last state."""
     trainer, size = run.trainer, arguments.batch_size
     state = restore(run, checkpoints) if checkpoints.step else trainer.init()
-    count = min(arguments.held_out_rows, len(run.held_out.tokens))
+    count = min(arguments.held_out_rows, len(texts.held_out.tokens))
     numbers = np.resize(np.arange(count), (-(-count // size), size))
     evaluate = lambda step, state: add_losses(
-        arguments.out, step, trainer, state.params, [take(run.held_out, batch, run.mesh) for batch in numbers]
+        arguments.out, step, trainer, state.params, [take(texts.held_out, batch, run.mesh) for batch in numbers]
     )
     if not checkpoints.step:
         print(f"held-out loss {evaluate(0, state):.4f} before the first step")
     with tqdm(total=arguments.steps, initial=checkpoints.step, unit="step", desc="compiling", smoothing=0) as progress:
         for step in range(checkpoints.step, arguments.steps):
             begin = time.perf_counter()
-            state, loss = train_step(arguments, run, state, step)
+            state, loss = train_step(arguments, run, texts.rows, state, step)
             speed = size * arguments.accumulate * arguments.sequence_length / (time.perf_counter() - begin)
             if not math.isfinite(loss):
                 raise checkpoints.lost(f"step {step + 1}: the loss is {loss}", "take a smaller --learning-rate")
@@ -190,13 +200,13 @@ def train(arguments: argparse.Namespace, run: Run, checkpoints: Checkpoints) -> 
     return state
 
 
-def train_step(arguments: argparse.Namespace, run: Run, state: State, step: int) -> tuple[State, float]:
+def train_step(arguments: argparse.Namespace, run: Run, rows: Rows, state: State, step: int) -> tuple[State, float]:
     """Returns the state after a step of the optimizer, and the mean of the losses of its batches."""
     shape = arguments.accumulate, arguments.batch_size
-    numbers = rows_of_step(len(run.rows.tokens), math.prod(shape), step, arguments.seed)
+    numbers = rows_of_step(len(rows.tokens), math.prod(shape), step, arguments.seed)
     losses = []
     for batch in numbers.reshape(shape):
-        state, loss = run.trainer.step(state, run.trainer.fixed, take(run.rows, batch, run.mesh))
+        state, loss = run.trainer.step(state, run.trainer.fixed, take(rows, batch, run.mesh))
         losses.append(loss)
     return state, float(np.mean(jax.device_get(losses)))
 
@@ -206,13 +216,13 @@ def restore(run: Run, checkpoints: Checkpoints) -> State:
     return State(**checkpoints.restore(run.trainer.abstract._asdict()))
 
 
-def report(arguments: argparse.Namespace, run: Run, state: State) -> None:
+def report(arguments: argparse.Namespace, run: Run, texts: Texts, state: State) -> None:
     """Prints what a trained model finds in a haystack, and writes it."""
     model = run.trainer.merge(state.params)
-    if arguments.weights is not None:
-        length, multiple = arguments.sequence_length, run.mesh.shape["data"] * run.mesh.shape["fsdp"]
-        lengths = [length // part for part in (8, 4, 2, 1) if length // part >= SHORTEST_HAYSTACK]
-        print("\n".join(needle_table(model, run.tokenizer, run.text, lengths, multiple)) if lengths else "")
+    lengths = [arguments.sequence_length // part for part in (8, 4, 2, 1)]
+    lengths = [length for length in lengths if length >= SHORTEST_HAYSTACK]
+    if arguments.weights is not None and lengths:
+        print("\n".join(needle_table(model, run.tokenizer, texts.tokens, lengths, run.num_batches)))
     if arguments.save is not None:
         save(model, arguments.save)
         print(f"{arguments.save} holds the model for transformers")
@@ -221,11 +231,8 @@ def report(arguments: argparse.Namespace, run: Run, state: State) -> None:
 def continue_text(arguments: argparse.Namespace, run: Run, params: Any) -> str:
     """Returns a continuation of the text of --generate."""
     prompt = run.tokenizer.encode(arguments.generate).ids
-    prompts = [prompt] * (run.mesh.shape["data"] * run.mesh.shape["fsdp"])
-    tokens = []
-    for token in generate(
-        run.trainer.merge(params), prompts, arguments.tokens, arguments.temperature or 0.0, arguments.seed
-    ):
+    tokens, drawing = [], (arguments.temperature or 0.0, arguments.seed)
+    for token in generate(run.trainer.merge(params), [prompt] * run.num_batches, arguments.tokens, *drawing):
         if token[0] in run.ends:
             break
         tokens.append(int(token[0]))
@@ -244,20 +251,43 @@ def open_checkpoints(arguments: argparse.Namespace, files: list[Path]) -> Checkp
     return Checkpoints(arguments.out / "checkpoints", configuration, resume, read_only=is_read)
 
 
+def check(arguments: argparse.Namespace, mesh: Mesh) -> None:
+    """Checks what a run that trains is to read and to write, and completes its options.
+
+    Raises:
+      ValueError: naming the option and the remedy.
+    """
+    arguments.batch_size = arguments.batch_size or mesh.shape["data"] * mesh.shape["fsdp"]
+    sizes = {
+        "--sequence-length": (arguments.sequence_length, ("seq",)),
+        "--batch-size": (arguments.batch_size, TOKENS[0]),
+    }
+    check_fits(mesh, sizes)
+    check_writable("--out", arguments.out)
+    if arguments.save is not None:
+        check_free(arguments.save)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; wrong input ends it with exit code 2, a run that cannot go on with 1."""
     arguments = parse_arguments(argv)
+    is_training = arguments.generate is None
     try:
         with contextlib.ExitStack() as stack:
+            mesh, files = make_mesh(arguments.mesh), text_files(arguments.data)
+            if is_training:
+                check(arguments, mesh)
             folder = arguments.weights or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny"
-            files = text_files(arguments.data)
-            run = prepare(arguments, folder, files)
+            if arguments.weights is None:
+                write_tiny(folder, files, arguments.seed)
+            run = prepare(arguments, mesh, folder)
+            texts = read_texts(arguments, run, files) if is_training else None
             checkpoints = stack.enter_context(open_checkpoints(arguments, files))
-            stack.enter_context(jax.set_mesh(run.mesh))
-            if arguments.generate is not None:
+            stack.enter_context(jax.set_mesh(mesh))
+            if texts is None:
                 print(arguments.generate + continue_text(arguments, run, restore(run, checkpoints).params))
-                return
-            report(arguments, run, train(arguments, run, checkpoints))
+            else:
+                report(arguments, run, texts, train(arguments, run, texts, checkpoints))
     except (ValueError, OSError, RunError) as error:
         print(f"finetune_lm.py: error: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, RunError) else 2) from error
