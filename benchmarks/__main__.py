@@ -22,6 +22,7 @@ CLAIMS = {
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
     "plan_accuracy": "The planner sends what the compiler does, and puts strategies in the order of the clock",
     "random_search": "Random calls give what the oracle gives",
+    "clients": "Models of Tunix and MaxText give their own numbers over a ring",
     "compile_time": "A gradient is traced and compiled in seconds",
     "long_context": "Where context is all there is to learn, a dilated pattern learns from more of it",
     "source_code": "On source code a small model learns nothing from more context: the gap is that of two seeds",

@@ -17,8 +17,10 @@ PEERS = ROOT / "benchmarks" / "peers"
 # What each environment holds; the peers on the Python and the jax that they work with.
 REQUIREMENTS = {
     "peers": ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0", "ringattention==0.1.2", "jax==0.10.2"),
+    "tunix": (str(ROOT), "google-tunix==0.1.7"),
+    "maxtext": (str(ROOT), "maxtext[tpu]==0.2.5"),  # they exclude each other
     "plugins": (
-        str(ROOT),
+        f"{ROOT}[examples]",
         f"jax[tpu]=={jax.__version__}",
         f"jax-cuda12-plugin=={jax.__version__}",
         f"jax-cuda12-pjrt=={jax.__version__}",
@@ -38,7 +40,8 @@ REQUIREMENTS = {
         "nvidia-cuda-nvdisasm",
     ),
 }
-VERSIONS = {"peers": "3.11", "cudnn": "3.12"}  # of Python; the others have that of this process
+# Versions of Python; the others have that of this process.
+VERSIONS = {"peers": "3.11", "cudnn": "3.12", "tunix": "3.12", "maxtext": "3.12"}
 
 # Plugins compile for their devices but must not look for them.
 VARIABLES = {
@@ -52,6 +55,13 @@ VARIABLES = {
 def run_peer(script: str, *arguments: int | str) -> Any:
     """Runs a script of the peers; returns what it prints as JSON."""
     return _run(_interpreter("peers"), str(PEERS / script), *map(str, arguments))
+
+
+def run_client(name: str) -> Any:
+    """Runs the check of a client in an environment of its own, on this checkout; returns what it prints as JSON."""
+    script = ROOT / "tests" / "clients" / f"check_{name}.py"
+    with tempfile.TemporaryDirectory() as folder:  # where it may leave what it likes
+        return _run(_interpreter(name), str(script), variables={"PYTHONPATH": str(ROOT)}, folder=folder)
 
 
 def run_module(
@@ -103,12 +113,13 @@ def _run(
     libraries: str | None = None,
     variables: dict[str, str] | None = None,
     dropped: Collection[str] = (),
+    folder: Path | str = ROOT,
 ) -> Any:
     # Where this process has the TPUs' compiler, jax names it here, and another environment has its own.
     dropped = {"TPU_LIBRARY_PATH", *dropped}
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | VARIABLES
     environment |= ({"LD_LIBRARY_PATH": libraries} if libraries else {}) | (variables or {})
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
     sys.stderr.write(done.stderr)
     done.check_returncode()
     return json.loads(done.stdout.strip().splitlines()[-1])
