@@ -174,7 +174,7 @@ def take(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
 def train(arguments: argparse.Namespace, run: Run, texts: Texts, checkpoints: Checkpoints) -> State:
     """Trains, with checkpoints and a progress bar, and returns the last state."""
     trainer, size = run.trainer, arguments.batch_size
-    state = restore(run, checkpoints) if checkpoints.step else trainer.init()
+    state = restore(run, checkpoints) if checkpoints.step else trainer.init(trainer.params)
     count = min(arguments.held_out_rows, len(texts.held_out.tokens))
     numbers = np.resize(np.arange(count), (-(-count // size), size))
     evaluate = lambda step, state: add_losses(
@@ -212,7 +212,8 @@ def train_step(arguments: argparse.Namespace, run: Run, rows: Rows, state: State
 
 
 def restore(run: Run, checkpoints: Checkpoints) -> State:
-    """Returns the state of the checkpoint to resume, on the mesh of the run."""
+    """Returns the state of the checkpoint to resume, on the mesh of the run, in place of the parameters before it."""
+    jax.tree.map(lambda array: array.delete(), run.trainer.params)
     return State(**checkpoints.restore(run.trainer.abstract._asdict()))
 
 

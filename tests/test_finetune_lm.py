@@ -71,7 +71,7 @@ def test_losses_in_chunks_are_those_of_all_logits(data, monkeypatch):
     targets = draw.integers(-1, 250, (2, 20))
     logits = model.logits(states)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, np.maximum(targets, 0))
-    found = training.token_losses(model, states, jnp.asarray(targets), 2)
+    found = training.token_losses(model, states, jnp.asarray(targets))
     np.testing.assert_allclose(found, np.where(targets == PADDING, 0, expected), rtol=1e-5)
 
 

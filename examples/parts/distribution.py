@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -94,6 +95,17 @@ def fitting(mesh: Any, spec: P | None, shape: tuple[int, ...]) -> P:
         return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
     return P(*map(fit, (spec or ()), shape))
+
+
+def on_own_tokens(function: Callable[[Any, Any], jax.Array], tokens: tuple[jax.Array, ...], weights: Any) -> jax.Array:
+    """Returns what a function makes of tokens [B, T, ...] and weights, on each device of its tokens and all weights."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(tokens, weights)
+    spec = fitting(mesh, P(("data", "fsdp"), ("seq", "tensor")), tokens[0].shape)
+    # Unchecked, so that a loop over tokens adds up the gradient of the weights before it is summed over devices.
+    run = jax.shard_map(function, in_specs=(spec, P()), out_specs=spec, check_vma=False)
+    return run(tokens, weights)
 
 
 def on_all_devices(model: Model, mesh: Mesh | None) -> Model:

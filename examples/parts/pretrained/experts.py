@@ -1,15 +1,14 @@
 """A feed-forward layer of experts, of which each token has a few."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from parts.byte_model import sharded
-from parts.distribution import TOKENS, fitting
+from parts.distribution import on_own_tokens
 from parts.pretrained.config import ExpertsConfig, ModelConfig
 
 
@@ -35,36 +34,24 @@ class Experts(nnx.Module):
         best, chosen = jax.lax.top_k(self.router(states), self.config.per_token)  # [B, T, k]
         params = self.gate_up, self.gate_up_bias, self.down, self.down_bias
         weights = [param.get_value().astype(states.dtype) for param in params]
-        run = on_own_tokens(lambda *arrays: run_experts(self.config, *arrays), states.shape)
-        return run(states, jax.nn.softmax(best), chosen, *weights)
+        # Else sorting tokens by their experts would gather those of all devices.
+        run = functools.partial(run_experts, self.config)
+        return on_own_tokens(run, (states, jax.nn.softmax(best), chosen), weights)
 
 
-def run_experts(
-    config: ExpertsConfig, states: jax.Array, shares: jax.Array, chosen: jax.Array, *weights: jax.Array
-) -> jax.Array:
+def run_experts(config: ExpertsConfig, tokens: tuple[jax.Array, ...], weights: list[jax.Array]) -> jax.Array:
     """Returns the sums [B, T, D] of the chosen experts [B, T, k], each with its share."""
+    states, shares, chosen = tokens
     gate_up, gate_up_bias, down, down_bias = weights
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)  # of pairs of a token and an expert, by expert
     expert, token = expert[order], order // config.per_token
     sizes = jnp.bincount(expert, length=config.count)
-    tokens = states.reshape(-1, states.shape[-1])  # [B T, D]
-    hidden = jax.lax.ragged_dot(tokens[token], gate_up, sizes) + gate_up_bias[expert]  # [B T k, 2 F]
+    rows = states.reshape(-1, states.shape[-1])  # [B T, D]
+    hidden = jax.lax.ragged_dot(rows[token], gate_up, sizes) + gate_up_bias[expert]  # [B T k, 2 F]
     gate = jnp.minimum(hidden[:, ::2], config.limit)
     up = jnp.clip(hidden[:, 1::2], -config.limit, config.limit)
     hidden = gate * jax.nn.sigmoid(config.alpha * gate) * (up + 1)
     out = jax.lax.ragged_dot(hidden, down, sizes) + down_bias[expert]  # [B T k, D]
     out *= shares.reshape(-1)[order, None]
-    return jnp.zeros_like(tokens).at[token].add(out).reshape(states.shape)
-
-
-def on_own_tokens(function: Callable[..., jax.Array], shape: tuple[int, ...]) -> Callable[..., jax.Array]:
-    """Returns a function of three arrays of tokens [B, T, ...] and of weights with each device on its own tokens.
-
-    Sorting the tokens of all devices by their experts would gather them.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return function
-    tokens = fitting(mesh, TOKENS, shape)
-    return jax.shard_map(function, in_specs=(tokens, tokens, tokens, P(), P(), P(), P()), out_specs=tokens)
+    return jnp.zeros_like(rows).at[token].add(out).reshape(states.shape)

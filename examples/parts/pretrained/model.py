@@ -165,7 +165,14 @@ class LanguageModel(nnx.Module):
 
     def logits(self, states: jax.Array) -> jax.Array:
         """Returns the logits [..., vocabulary] of states [..., D]."""
-        logits = self.embed.attend(states) if self.head is None else self.head(states)
+        return self.cap(states @ self.head_kernel().astype(states.dtype))
+
+    def head_kernel(self) -> jax.Array:
+        """Returns the kernel [D, vocabulary] of the logits."""
+        return self.embed.embedding.get_value().T if self.head is None else self.head.kernel.get_value()
+
+    def cap(self, logits: jax.Array) -> jax.Array:
+        """Returns logits as the model bounds them."""
         cap = self.config.logits_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

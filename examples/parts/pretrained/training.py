@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parts.distribution import on_own_tokens
 from parts.pretrained.model import LanguageModel
 from parts.pretrained.text import PADDING, Rows
 from parts.training import by_position, state_shardings
@@ -28,18 +29,20 @@ class Trainer(NamedTuple):
     """A model's functions, compiled at their first call.
 
     Attributes:
-      init: returns the state of the first step.
+      init: returns the state of the first step, of the parameters, which are used up.
       step: returns the next state and the loss of rows, of a state that is used up, the fixed parameters and rows.
       held_out: returns the sums of the losses of rows and how many they are, by the position in the document [2, n].
       abstract: the shapes of a state, and how it lies on the mesh.
+      params: what is trained, as it is at first.
       fixed: what is not trained.
       merge: returns the model of parameters.
     """
 
-    init: Callable[[], State]
+    init: Callable[..., State]
     step: Any
     held_out: Callable[..., jax.Array]
     abstract: State
+    params: Any
     fixed: Any
     merge: Callable[..., LanguageModel]
 
@@ -49,12 +52,11 @@ def make_trainer(model: LanguageModel, mesh: Mesh, steps: int, accumulate: int, 
     has_adapters = bool(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
     definition, params, fixed = nnx.split(model, nnx.LoRAParam if has_adapters else nnx.Param, ...)
     optimizer = make_optimizer(steps, accumulate, learning_rate)
-    num_shards = mesh.shape["seq"] if "seq" in mesh.axis_names else 1
 
     def losses(params: Any, fixed: Any, rows: Rows) -> jax.Array:
         model = nnx.merge(definition, params, fixed, copy=True)  # fixed are of an outer trace
         states = model.states(rows.tokens, document_ids=rows.document_ids, positions=rows.positions)
-        return token_losses(model, states, rows.targets, num_shards)
+        return token_losses(model, states, rows.targets)
 
     def loss(params: Any, fixed: Any, rows: Rows) -> jax.Array:
         return losses(params, fixed, rows).sum() / jnp.maximum((rows.targets != PADDING).sum(), 1)
@@ -73,10 +75,11 @@ def make_trainer(model: LanguageModel, mesh: Mesh, steps: int, accumulate: int, 
     shardings, whole = state_shardings(shapes, mesh), NamedSharding(mesh, P())
     of_shape = lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     return Trainer(
-        init=lambda: jax.jit(init, out_shardings=shardings)(params),
+        init=jax.jit(init, donate_argnums=0, out_shardings=shardings),
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
         held_out=jax.jit(held_out, out_shardings=whole),
         abstract=jax.tree.map(of_shape, shapes, shardings),
+        params=params,
         fixed=fixed,
         merge=lambda params: nnx.merge(definition, params, fixed),
     )
@@ -94,23 +97,27 @@ def make_optimizer(steps: int, accumulate: int, learning_rate: float) -> optax.G
     return optimizer if accumulate == 1 else optax.MultiSteps(optimizer, accumulate).gradient_transformation()
 
 
-def token_losses(model: LanguageModel, states: jax.Array, targets: jax.Array, num_shards: int) -> jax.Array:
+def token_losses(model: LanguageModel, states: jax.Array, targets: jax.Array) -> jax.Array:
     """Returns the losses [B, T] of targets, zero where there is none.
 
-    Logits are there of `MOST_TOKENS` tokens of each device at once, and computed again in the gradient.
+    Each device has the logits of `MOST_TOKENS` of its tokens at once, and computes them again in the gradient.
     """
-    batch, length = targets.shape
-    own = length // num_shards
-    count = next(n for n in range(-(-own // MOST_TOKENS), own + 1) if own % n == 0)
-    # A chunk has tokens of all shards, so that no device waits for another's.
-    cut = lambda array: jnp.moveaxis(array.reshape(batch, num_shards, count, -1, *array.shape[2:]), 2, 0)
 
-    @jax.checkpoint
-    def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        states, targets = chunk  # [B, shards, n, D], [B, shards, n]
-        logits = model.logits(states).astype(jnp.promote_types(states.dtype, jnp.float32))
-        found = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
-        return jnp.where(targets == PADDING, 0, found)
+    def run(tokens: tuple[jax.Array, jax.Array], kernel: jax.Array) -> jax.Array:
+        batch, length = tokens[1].shape
+        count = next(n for n in range(1, length + 1) if length % n == 0 and batch * length <= n * MOST_TOKENS)
+        cut = lambda array: jnp.moveaxis(array.reshape(batch, count, -1, *array.shape[2:]), 1, 0)  # [chunks, B, n, ...]
 
-    found = jax.lax.map(of_chunk, (cut(states), cut(targets)))  # [chunks, B, shards, n]
-    return jnp.moveaxis(found, 0, 2).reshape(batch, length)
+        @jax.checkpoint
+        def run_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+            states, targets = chunk
+            logits = model.cap(states @ kernel.astype(states.dtype))
+            logits = logits.astype(jnp.promote_types(states.dtype, jnp.float32))
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+            return jnp.where(targets == PADDING, 0, losses)
+
+        losses = jax.lax.map(run_chunk, tuple(map(cut, tokens)))  # [chunks, B, n]
+        return jnp.moveaxis(losses, 0, 1).reshape(batch, length)  # [B, T]
+
+    # The kernel is narrowed in each chunk, so that its gradient is added up in its own dtype.
+    return on_own_tokens(run, (states, targets), model.head_kernel())
