@@ -250,8 +250,8 @@ def lower_fine_tuning(length: int) -> Any:
     config = make_config(QWEN3, ".", rope={"rope_type": "yarn", "factor": 4.0})
     options: Any = {"spec": P(*TOKENS, "tensor"), "remat": True, "dtype": jnp.bfloat16, "param_dtype": jnp.float32}
     model = nnx.eval_shape(lambda: LanguageModel(config, **options, rngs=nnx.Rngs(0)))
-    trainer = make_trainer(model, mesh, steps=100, accumulate=1, learning_rate=1e-5)
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=NamedSharding(mesh, TOKENS))
+    trainer = make_trainer(model, mesh, steps=100, learning_rate=1e-5)
+    tokens = jax.ShapeDtypeStruct((1, 1, length), jnp.int32, sharding=NamedSharding(mesh, P(None, *TOKENS)))
     with jax.enable_x64(False), jax.set_mesh(mesh):
         return trainer.step.lower(trainer.abstract, trainer.fixed, Rows(tokens, tokens, None, None))
 

@@ -14,6 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from parts.distribution import make_mesh, parse_mesh
+from parts.options import positive
 from parts.pretrained.checkpoint import load, save
 from parts.pretrained.generation import generate
 
@@ -25,8 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Continues tokens with a pretrained model.")
     parser.add_argument("folder", help="holds config.json and safetensors")
     parser.add_argument("--tokens", required=True, help="the prompt's tokens, such as 1,2,3")
-    parser.add_argument("--count", type=int, default=16, help="how many tokens to add")
-    parser.add_argument("--mesh", type=parse_mesh, help="such as fsdp=2,seq=4; one device by default")
+    parser.add_argument("--count", type=positive, default=16, help="how many tokens to add")
+    parser.add_argument("--mesh", type=parse_mesh, help="such as fsdp=2,seq=4; by default all devices, seq=8")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     options = parser.parse_args()
     try:

@@ -34,12 +34,11 @@ def test_an_attention_of_ones_own():
     np.testing.assert_allclose(found, model.out(attended.astype(jnp.float32)), rtol=0, atol=1e-5)
 
     # The first sequence has 20 tokens and the second 33 when the next ones come, five at a time.
-    lengths, rows = np.array([20, 33]), NamedSharding(mesh, spec)
+    lengths, sharding = np.array([20, 33]), NamedSharding(mesh, spec)
     cache = {"keys": heads[1], "values": model.value(states)}
     is_there = np.arange(64) < lengths[:, None]
-    cache = {
-        name: jax.device_put(jnp.where(is_there[..., None, None], rows_, 0), rows) for name, rows_ in cache.items()
-    }
+    put = lambda array: jax.device_put(jnp.where(is_there[..., None, None], array, 0), sharding)
+    cache = {name: put(array) for name, array in cache.items()}
     cache["lengths"] = jnp.asarray(lengths)
     with jax.set_mesh(mesh):
         for _ in range(2):

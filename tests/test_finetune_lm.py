@@ -11,7 +11,15 @@ import pytest
 import tiny_checkpoints
 from oracle import make_mesh
 from parts.pretrained import report, training
-from parts.pretrained.text import PADDING, hide_needles, make_rows, read_tokenizer, rows_of_step
+from parts.pretrained.text import (
+    PADDING,
+    evaluation_rows,
+    hide_needles,
+    hold_out,
+    make_rows,
+    read_tokenizer,
+    rows_of_step,
+)
 from parts.pretrained.tiny import write_tiny
 from parts.pretrained.weights import read_tensors
 
@@ -57,6 +65,20 @@ def test_rows_of_documents():
     assert joined.document_ids is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 25])
+def test_what_is_held_out_is_not_trained_on(count):
+    documents = [np.arange(10) + 10 * number for number in range(count)]
+    train, held_out = map(np.concatenate, hold_out(documents))
+    assert sorted([*train, *held_out]) == list(range(10 * count))
+
+
+def test_rows_to_evaluate_are_spread_and_padded():
+    rows = make_rows([np.arange(40)], 4, is_packed=True)
+    found = evaluation_rows(rows, 3, 2)
+    assert found.tokens[:, 0].tolist() == [0, 16, 36, 0]
+    assert (found.targets[-1] == PADDING).all()
+
+
 def test_each_epoch_has_every_row_once():
     numbers = np.concatenate([rows_of_step(6, 4, step, seed=0) for step in range(3)])
     assert sorted(numbers[:6]) == sorted(numbers[6:]) == list(range(6))
@@ -64,7 +86,7 @@ def test_each_epoch_has_every_row_once():
 
 
 def test_losses_in_chunks_are_those_of_all_logits(data, monkeypatch):
-    monkeypatch.setattr(training, "MOST_TOKENS", 3)
+    monkeypatch.setattr(training, "MAX_TOKENS", 3)
     model = pretrained.load(data[1], dtype=jnp.float32, mesh=make_mesh(seq=1))
     draw = np.random.default_rng(0)
     states = jnp.asarray(draw.normal(size=(2, 20, 64)), jnp.float32)
@@ -116,8 +138,8 @@ def test_adapters_leave_the_rest_alone(run, data, tmp_path):
     """They are all that is trained and written; a saved model has them in its projections."""
     options = "--lora", 2, "--steps", 3, "--sequence-length", 128, "--mesh", "seq=4"
     _, lines = run(*options, "--save", tmp_path / "to", weights=True)
-    assert lines[-1] == f"{tmp_path / 'to'} holds the model for transformers"
-    assert lines[-2].split()[0] == "128"
+    assert lines[-3] == f"{tmp_path / 'to'} holds the model for transformers"
+    assert lines[-1].split()[0] == "128"
     before, after = ({name: array() for name, array in read_tensors(one).items()} for one in (data[1], tmp_path / "to"))
     assert before.keys() == after.keys()
     changed = {name.split(".")[-2] for name in before if not np.array_equal(before[name], after[name])}
@@ -129,12 +151,14 @@ def test_adapters_leave_the_rest_alone(run, data, tmp_path):
 
 def test_needles(data):
     tokenizer, _ = read_tokenizer(data[1])
-    for needle in hide_needles(tokenizer, np.arange(5), 200, (0.0, 0.5, 1.0)):
-        text = tokenizer.decode(needle.prompt)
+    hay = np.full(7, 5)
+    for needle in hide_needles(tokenizer, hay, 200, (0.0, 0.25, 0.5, 1.0)):
         assert len(needle.prompt) + len(needle.answer) == 200
         answer = tokenizer.decode(needle.answer)
-        assert text.count(answer) == 1
-        assert abs(text.index(answer) / len(text) - needle.depth) < 0.4
+        assert tokenizer.decode(needle.prompt).count(answer) == 1
+        is_hay = np.array(needle.prompt) == 5
+        begin = np.argmin(is_hay)  # of the hidden sentence
+        assert begin == round(needle.depth * is_hay.sum())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +167,9 @@ def test_needles(data):
         (("--mesh", "seq=3"), "--sequence-length 64 does not divide over seq, 3 devices"),
         (("--batch-size", 3, "--mesh", "fsdp=2,seq=4"), "--batch-size 3 does not divide over data x fsdp"),
         (("--sequence-length", "64k"), "tokens to train on, less than --sequence-length 65536: give more text"),
-        (("--rope", "spiral:4"), "spiral"),
+        (("--rope", "spiral:4"), "--rope spiral is unknown: use one of linear, yarn, llama3"),
+        (("--mesh", "tensor=3,seq=2"), "num_attention_heads of config.json 4 does not divide over tensor, 3 devices"),
+        (("--save", "to", "--generate", "a"), "leave --generate out"),
         (("--weights", "nothing"), "nothing"),
         (("--data", "nothing"), "--data nothing is no file"),
         (("--resume",), "there is no checkpoint in"),

@@ -12,8 +12,10 @@ import pytest
 import tiny_checkpoints
 from flax import nnx
 from oracle import make_mesh
+from parts.pretrained.config import make_config, read_config
 from parts.pretrained.lora import adapt
 from parts.pretrained.weights import read_tensors
+from safetensors.numpy import save_file
 
 import ringjax
 
@@ -39,8 +41,15 @@ def reload(folder, mesh=None, dtype=jnp.float32, **options):
 
 
 def check_logits(model, name, kind="logits"):
-    tokens, expected = RECORDED[f"{name}/tokens"], RECORDED[f"{name}/{kind}"]
-    np.testing.assert_allclose(logits_of(model, tokens), expected, rtol=0, atol=1e-4)
+    tokens, expected, loss = (RECORDED[f"{name}/{one}"] for one in ("tokens", kind, "loss"))
+    logits = logits_of(model, tokens)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    if kind == "logits":
+        np.testing.assert_allclose(mean_loss(logits, tokens), loss, rtol=1e-5)
+
+
+def mean_loss(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
 
 @pytest.mark.quick("qwen3", "gpt_oss")
@@ -58,8 +67,7 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path, name):
     with jax.set_mesh(mesh):
         logits = logits_of(model, padded)[:, :-1]
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-        of_each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-        np.testing.assert_allclose(of_each.mean(), loss, rtol=1e-5)
+        np.testing.assert_allclose(mean_loss(logits, tokens), loss, rtol=1e-5)
         prompts = [tokens[0, :size].tolist() for size in PROMPTS]
         found = np.stack(list(pretrained.generate(model, prompts, added.shape[1])), axis=1)
     np.testing.assert_array_equal(found, added)
@@ -134,6 +142,7 @@ def test_adapters(tmp_path):
     np.testing.assert_array_equal(logits_of(model, tokens), logits)
 
 
+@pytest.mark.slow
 def test_gradients_that_compute_blocks_again(tmp_path):
     """Through layers in a scan, with experts and with blocks computed again: the same."""
     tokens = RECORDED["gpt_oss/tokens"]
@@ -141,7 +150,7 @@ def test_gradients_that_compute_blocks_again(tmp_path):
     @nnx.jit
     @nnx.grad
     def gradient(model, tokens):
-        return optax.softmax_cross_entropy_with_integer_labels(model(tokens)[:, :-1], tokens[:, 1:]).mean()
+        return mean_loss(model(tokens), tokens)
 
     mesh = make_mesh(fsdp=2, seq=4)
     with jax.enable_x64(True):
@@ -149,6 +158,59 @@ def test_gradients_that_compute_blocks_again(tmp_path):
         with jax.set_mesh(mesh):
             found = gradient(reload(tmp_path, mesh, dtype=jnp.float64, remat=True), tokens[:, :16])
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-9), found, expected)
+
+
+def test_the_same_kind_of_rotary_embedding_keeps_its_other_settings(tmp_path):
+    tiny_checkpoints.write(tmp_path, "gpt_oss")
+    expected = read_config(tmp_path).layers
+    assert read_config(tmp_path, rope={"rope_type": "yarn", "factor": 4.0}).layers == expected
+    assert read_config(tmp_path, rope={"type": "yarn", "factor": 8.0}).max_length == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "rope", "words"),
+    [
+        ("llama", {}, {"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' has no frequencies"),
+        ("mistral", {}, {"rope_type": "yarn", "factor": 2.0}, "this model has none, leave them out"),
+        ("llama", {"hidden_act": "gelu"}, None, "hidden_act='gelu' in config.json is not supported: it must be 'silu'"),
+        ("gemma2", {"layer_types": ["chunked_attention"]}, None, "layer_types in config.json have 'chunked_attention'"),
+    ],
+)
+def test_settings_that_are_not_supported(tmp_path, name, changes, rope, words):
+    tiny_checkpoints.write(tmp_path, name, **changes)
+    with pytest.raises(ValueError, match=words):
+        read_config(tmp_path, rope=rope)
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 64], [-1]])
+def test_prompts_that_are_no_tokens(tmp_path, prompt):
+    with pytest.raises(ValueError, match="not in the vocabulary of 64"):
+        next(pretrained.generate(load(tmp_path, "qwen2"), [prompt], 2))
+
+
+def test_the_text_of_a_model_of_texts_and_images(tmp_path):
+    """Whose configuration leaves out what transformers has by default, and whose other tensors are not read."""
+    config = tiny_checkpoints.config_of("gemma3", is_old=True)
+    for name in ("rms_norm_eps", "vocab_size", "rope_theta", "rope_local_base_freq"):
+        config.pop(name)
+    full = {**config, "rms_norm_eps": 1e-6, "vocab_size": 262_208, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    expected = make_config(full, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config}))
+    assert read_config(tmp_path) == expected
+
+    tensors = tiny_checkpoints.tensors_of(tiny_checkpoints.config_of("gemma3"))
+    named = {f"language_model.{name}": array for name, array in tensors.items()}
+    others = {"vision_tower.patch": np.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(3)}
+    save_file(named | others, tmp_path / "model.safetensors")
+    assert sorted(read_tensors(tmp_path)) == sorted(tensors)
+
+
+def test_a_saved_dtype_is_that_of_the_parameters(tmp_path):
+    tiny_checkpoints.write(tmp_path / "from", "qwen3", dtype="float16", torch_dtype="float16")
+    pretrained.save(reload(tmp_path / "from", param_dtype=jnp.bfloat16), tmp_path / "to")
+    config = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert (config["torch_dtype"], config.get("dtype")) == ("bfloat16", None)
+    assert {array.dtype.name for array in read(tmp_path / "to").values()} == {"bfloat16"}
 
 
 def test_packed_documents_are_those_apart(tmp_path):
@@ -182,12 +244,17 @@ def test_a_checkpoint_that_is_not_right(tmp_path):
     read = lambda: pretrained.load(tmp_path, dtype=jnp.float32, mesh=make_mesh(seq=1))
     for old, new, words in (
         ('"llama"', '"mamba"', "model_type='mamba' in config.json is unknown: use one of llama, mistral"),
+        ('"rms_norm_eps"', '"epsilon"', "has no 'rms_norm_eps': the configuration is not complete"),
         ('"num_hidden_layers": 3', '"num_hidden_layers": 4', r"has no tensor 'model.layers.3"),
-        ('"num_hidden_layers": 3', '"num_hidden_layers": 2', r"has a tensor 'model.layers.2.* that no parameter takes"),
+        (
+            '"num_hidden_layers": 3',
+            '"num_hidden_layers": 2',
+            r"has an unknown tensor 'model.layers.2.*: check the layers in config.json",
+        ),
         (
             '"intermediate_size": 24',
             '"intermediate_size": 20',
-            r"down_proj.weight' makes \(24, 16\), and the configuration \(20, 16\)",
+            r"down_proj.weight' makes \(24, 16\), but config.json asks for \(20, 16\)",
         ),
     ):
         (tmp_path / "config.json").write_text(config.replace(old, new))

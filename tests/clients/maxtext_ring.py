@@ -44,6 +44,8 @@ def ring_attention(pattern: Any = None, axis_name: str = "context", spec: Any = 
         for name, mask in masks.items():
             if mask is not None:
                 raise ValueError(f"{name} is an array of pairs, which a ring does not take: leave it out")
+        if self.attention_type not in (AttentionType.GLOBAL, AttentionType.LOCAL_SLIDING):
+            raise ValueError(f"attention_type={self.attention_type} has no pattern here: use GLOBAL or LOCAL_SLIDING")
         branches = [ringjax.Segments(query.shape[1])] if pattern is None else pattern
         if self.attention_type == AttentionType.LOCAL_SLIDING:
             branches = [ringjax.Window(self.sliding_window_size)]

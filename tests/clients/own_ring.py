@@ -1,4 +1,4 @@
-"""Ring attention in a model of one's own: a function for training, and one over a cache that the model keeps."""
+"""Ring attention in your own model: for training, and for decoding from a cache that the model keeps."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ def load(
       folder: holds `config.json` and safetensors, in one file or in shards.
       dtype: the dtype of the computation.
       param_dtype: the dtype of the parameters, `dtype` by default.
-      mesh: the mesh; of its axes "fsdp" and "tensor" cut parameters, where they divide them.
+      mesh: parameters are sharded over its axes "fsdp" and "tensor" where these divide their dimensions.
       pattern: the branches of layers that attend to all tokens, merged as a union; all tokens by default.
       rope: the rotary embedding of these layers, as transformers has it: ``{"rope_type": "yarn", "factor": 4.0}``; what
         it does not say is the checkpoint's.
@@ -63,7 +63,7 @@ def load(
     if config.is_tied:
         given.pop("lm_head.weight", None)
     if given:
-        raise ValueError(f"{folder} has a tensor {next(iter(given))!r} that no parameter takes")
+        raise ValueError(f"{folder} has an unknown tensor {next(iter(given))!r}: check the layers in config.json")
     return nnx.merge(definition, nnx.from_flat_state(loaded), rest)
 
 
@@ -73,12 +73,12 @@ def _take(given: Tensors, tensor: Tensor, folder: Any) -> np.ndarray:
         raise ValueError(f"{folder} has no tensor {tensor.name!r}: the checkpoint is not complete")
     array = tensor.read(given.pop(tensor.name)())
     if array.shape != tensor.shape:
-        raise ValueError(f"{folder}: {tensor.name!r} makes {array.shape}, and the configuration {tensor.shape}")
+        raise ValueError(f"{folder}: {tensor.name!r} makes {array.shape}, but config.json asks for {tensor.shape}")
     return array
 
 
 def _lay(arrays: Iterator[np.ndarray], path: Any, param: Any, mesh: Mesh) -> jax.Array:
-    """Returns a parameter on the mesh: an array, or those of several layers, of which one at a time is read."""
+    """Places a parameter on the mesh; a stacked one is read layer by layer, so that the host holds one."""
     spec = fitting(mesh, param.get_metadata().get("out_sharding"), param.shape)
     whole = NamedSharding(mesh, spec)
     if not _is_stacked(path):
@@ -122,10 +122,11 @@ def save(model: LanguageModel, folder: str | Path) -> None:
         for path, param in params
         for layer, tensor in enumerate(tensors_of(model.config, path, param.shape))
     }
-    settings = {name: value for name, value in source.settings.items() if name != "quantization_config"}
+    own = ("quantization_config", "dtype", "torch_dtype")
+    settings = {name: value for name, value in source.settings.items() if name not in own}
     settings |= {"torch_dtype": jnp.dtype(params[0][1].dtype).name}
     folder.mkdir(parents=True, exist_ok=True)
-    for file in {file for pattern in TOKENIZER for file in source.folder.glob(pattern)}:
+    for file in {file for pattern in TOKENIZER for file in source.folder.glob(pattern) if file.is_file()}:
         shutil.copy(file, folder)
     write_tensors(folder, tensors)
     (folder / "config.json").write_text(json.dumps(settings, indent=2))  # last: with it the checkpoint is whole
@@ -137,7 +138,7 @@ def check_free(folder: Path) -> None:
     Raises:
       ValueError: if it has one.
     """
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} holds a checkpoint: name another folder")
 
 

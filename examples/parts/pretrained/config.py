@@ -1,7 +1,6 @@
-"""What a checkpoint's `config.json` says of a language model, of either generation of transformers."""
+"""Reads the `config.json` of a language model, as transformers 4 or 5 writes it."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,7 +37,7 @@ class Source:
     Attributes:
       folder: its checkpoint's.
       settings: the configuration to write with its parameters.
-      lost: what of it no configuration of transformers can say.
+      lost: what transformers cannot express.
     """
 
     folder: Path
@@ -50,7 +49,7 @@ class Source:
 class ModelConfig:
     """A decoder of pre-norm blocks, each with attention and a gated feed-forward layer.
 
-    Gemma's models scale their embeddings, have norms of their own, and have norms behind both parts of a block as well.
+    Gemma's models scale their embeddings, have norms of their own, and normalise what both parts of a block add.
     """
 
     vocab_size: int
@@ -78,7 +77,7 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """The fewest layers of which all are repetitions, the last of them perhaps cut short."""
+        """The number of layers after which the kinds of layers repeat."""
         count = len(self.layers)
         return next(size for size in range(1, count + 1) if self.layers[size:] == self.layers[: count - size])
 
@@ -93,94 +92,141 @@ def read_config(folder: str | Path, *, pattern: Any = None, rope: Mapping[str, A
         it does not say is the checkpoint's, and the model's length becomes the factor times the original one.
 
     Raises:
-      ValueError: for an architecture that is not known, naming it, and a wrong pattern or rotary embedding.
+      ValueError: for an unknown architecture, a setting that is missing, or a wrong pattern or rotary embedding.
       OSError: if there is no configuration.
     """
-    given = json.loads((Path(folder) / "config.json").read_text())
-    given = given.get("text_config", given)  # of a model of texts and images, its part of texts
-    return make_config(given, folder, pattern=pattern, rope=rope)
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    if not isinstance(settings, dict):
+        raise ValueError(f"{folder}/config.json holds no settings: give a checkpoint's own")
+    settings = settings.get("text_config", settings)  # the text's part of a model of texts and images
+    return make_config(settings, folder, pattern=pattern, rope=rope)
 
 
 def make_config(
-    given: dict[str, Any], folder: str | Path, *, pattern: Any = None, rope: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any], folder: str | Path, *, pattern: Any = None, rope: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """Returns the configuration that a folder has or is to have, from its settings; see :func:`read_config`."""
-    kind = given["model_type"]
+    """Returns the configuration of a model from the settings in config.json; see :func:`read_config`."""
+    kind = settings.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type={kind!r} in config.json is unknown: use one of {', '.join(_ARCHITECTURES)}")
-    width, num_heads = given["hidden_size"], given["num_attention_heads"]
-    head_dim = given.get("head_dim") or width // num_heads
-    kinds = given.get("layer_types") or [_kind_of_layer(given, number) for number in range(given["num_hidden_layers"])]
-    ropes = {one: _rope_parameters(given, one) for one in {*kinds}}
-    lost = [] if pattern is None else ["the pattern of layers that attend to all tokens"]
-    if rope is not None:
-        ropes[FULL] = _scaled(given, rope)
-        is_apart = given.keys() & {"rope_local_base_freq"} or FULL in given.get("rope_parameters", ())
-        if WINDOWED in kinds and not is_apart:
-            lost.append("the rotary embedding of layers with windows, which it takes from the others")
-        given |= _written(given, ropes[FULL])
-    frequencies = functools.partial(ringjax.rope_frequencies, max_position_embeddings=given["max_position_embeddings"])
+    try:
+        _check_supported(settings)
+        return _make_config({**_DEFAULTS.get(kind, {}), **settings}, Path(folder), pattern, rope)
+    except KeyError as error:
+        raise ValueError(f"config.json of {folder} has no {error}: the configuration is not complete") from None
+
+
+def _make_config(settings: dict[str, Any], folder: Path, pattern: Any, rope: Mapping[str, Any] | None) -> ModelConfig:
+    kind, width, num_heads = settings["model_type"], settings["hidden_size"], settings["num_attention_heads"]
+    head_dim = settings.get("head_dim") or width // num_heads
+    layers, written, lost = _layers(settings, head_dim, pattern, rope)
+    shared = {
+        "vocab_size": settings["vocab_size"],
+        "width": width,
+        "hidden_width": settings["intermediate_size"],
+        "num_heads": num_heads,
+        "num_kv_heads": settings.get("num_key_value_heads") or num_heads,
+        "head_dim": head_dim,
+        "max_length": written["max_position_embeddings"],
+        "epsilon": settings["rms_norm_eps"],
+        "is_tied": settings.get("tie_word_embeddings", kind.startswith("gemma")),
+        "layers": layers,
+        "scale": head_dim**-0.5,
+        "source": Source(folder, written, lost),
+    }
+    return ModelConfig(**{**shared, **_ARCHITECTURES[kind](settings)})
+
+
+def _layers(
+    settings: dict[str, Any], head_dim: int, pattern: Any, rope: Mapping[str, Any] | None
+) -> tuple[tuple[LayerConfig, ...], dict[str, Any], tuple[str, ...]]:
+    """Returns the layers, the settings to write with them, and what transformers cannot express of them."""
+    kinds = settings.get("layer_types") or [_kind(settings, layer) for layer in range(settings["num_hidden_layers"])]
+    if FULL not in kinds and (pattern is not None or rope is not None):
+        raise ValueError(
+            "pattern and rope are of layers that attend to all tokens: this model has none, leave them out"
+        )
+    if unknown := {*kinds} - {FULL, WINDOWED}:
+        raise ValueError(f"layer_types in config.json have {min(unknown)!r}: use {FULL!r} and {WINDOWED!r}")
     patterns = {FULL: ALL_TOKENS if pattern is None else ringjax.DilatedPattern(pattern, merge="union")}
     if WINDOWED in kinds:
-        patterns[WINDOWED] = ringjax.DilatedPattern([ringjax.Window(given["sliding_window"])])
-    ropes = {one: frequencies(parameters, head_dim) for one, parameters in ropes.items()}
-    of_kind = {one: LayerConfig(patterns[one], (tuple(ropes[one][0].tolist()), ropes[one][1])) for one in {*kinds}}
-    shared = {
-        "vocab_size": given["vocab_size"],
-        "width": width,
-        "hidden_width": given["intermediate_size"],
-        "num_heads": num_heads,
-        "num_kv_heads": given.get("num_key_value_heads") or num_heads,
-        "head_dim": head_dim,
-        "max_length": given["max_position_embeddings"],
-        "epsilon": given["rms_norm_eps"],
-        "is_tied": given.get("tie_word_embeddings", kind.startswith("gemma")),
-        "layers": tuple(of_kind[one] for one in kinds),
-        "scale": head_dim**-0.5,
-        "source": Source(Path(folder), given, tuple(lost)),
+        patterns[WINDOWED] = ringjax.DilatedPattern([ringjax.Window(settings["sliding_window"])])
+    lost = [] if pattern is None else ["the pattern of layers that attend to all tokens"]
+    ropes = {kind: _rope_parameters(settings, kind) for kind in {*kinds}}
+    if rope is not None:
+        has_rope_per_kind = settings["model_type"] == "gemma3_text"
+        if WINDOWED in kinds and not has_rope_per_kind:
+            lost.append("the rotary embedding of layers with windows, which it takes from the others")
+        ropes[FULL] = _completed(settings, rope)
+        settings = {**settings, **_changed(settings, ropes[FULL])}
+    of_kind = {}
+    for kind, parameters in ropes.items():
+        length = settings["max_position_embeddings"]
+        frequencies, factor = ringjax.rope_frequencies(parameters, head_dim, max_position_embeddings=length)
+        of_kind[kind] = LayerConfig(patterns[kind], (tuple(frequencies.tolist()), factor))
+    return tuple(of_kind[kind] for kind in kinds), settings, tuple(lost)
+
+
+def _check_supported(settings: Mapping[str, Any]) -> None:
+    """Checks settings that the model has no other values of."""
+    activation = "gelu_pytorch_tanh" if settings["model_type"].startswith("gemma") else "silu"
+    supported = {
+        "hidden_act": (None, activation, *(["gelu"] if activation != "silu" else [])),
+        "hidden_activation": (None, activation),
+        "use_bidirectional_attention": (None, False),
+        "partial_rotary_factor": (None, 1.0),
     }
-    return ModelConfig(**{**shared, **_ARCHITECTURES[kind](given)})
+    for name, values in supported.items():
+        if settings.get(name) not in values:
+            raise ValueError(f"{name}={settings[name]!r} in config.json is not supported: it must be {values[1]!r}")
 
 
-def _kind_of_layer(given: Mapping[str, Any], number: int) -> str:
+def _kind(settings: Mapping[str, Any], number: int) -> str:
     """Returns the kind of a layer where the configuration, of transformers 4, does not list them."""
-    kind, window = given["model_type"], given.get("sliding_window")
+    kind, window = settings["model_type"], settings.get("sliding_window")
     is_windowed = {
         "mistral": window is not None,
-        "qwen2": given.get("use_sliding_window", False) and number >= given.get("max_window_layers", 0),
-        "qwen3": given.get("use_sliding_window", False) and number >= given.get("max_window_layers", 0),
+        "qwen2": settings.get("use_sliding_window", False) and number >= settings.get("max_window_layers", 0),
+        "qwen3": settings.get("use_sliding_window", False) and number >= settings.get("max_window_layers", 0),
         "gemma2": number % 2 == 0,
-        "gemma3_text": (number + 1) % given.get("sliding_window_pattern", 6) != 0,
+        "gemma3_text": (number + 1) % settings.get("sliding_window_pattern", 6) != 0,
         "gpt_oss": number % 2 == 0,
     }
     return WINDOWED if is_windowed.get(kind, False) else FULL
 
 
-def _rope_parameters(given: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+def _rope_parameters(settings: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """Returns the rotary embedding of layers of a kind, as transformers 5 has it."""
-    parameters = given.get("rope_parameters")
+    parameters = settings.get("rope_parameters")
     if parameters is not None:
         return parameters.get(kind, parameters)
-    if kind == WINDOWED and "rope_local_base_freq" in given:
-        return {"rope_theta": given["rope_local_base_freq"]}
-    return {**(given.get("rope_scaling") or {}), "rope_theta": given.get("rope_theta", 10_000.0)}
+    is_gemma3 = settings["model_type"] == "gemma3_text"
+    if kind == WINDOWED and is_gemma3:
+        return {"rope_theta": settings.get("rope_local_base_freq", 10_000.0)}
+    theta = settings.get("rope_theta", 1_000_000.0 if is_gemma3 else 10_000.0)
+    return {**(settings.get("rope_scaling") or {}), "rope_theta": theta}
 
 
-def _scaled(given: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a new rotary embedding with what it does not say of itself."""
-    before = _rope_parameters(given, FULL)
-    after = {"rope_theta": before["rope_theta"], **rope}
-    if after.get("rope_type") in _OF_AN_ORIGINAL:
-        original = before.get("original_max_position_embeddings", given["max_position_embeddings"])
+def _completed(settings: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the new rotary embedding, completed from the checkpoint's."""
+    before, rope_type = _rope_parameters(settings, FULL), rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "dynamic" or (rope_type == "default" and "factor" in rope):
+        raise ValueError(f"{rope_type=} has no frequencies for one longer context: use 'linear' or 'yarn'")
+    is_same = before.get("rope_type", before.get("type", "default")) == rope_type
+    kept = before if is_same else {"rope_theta": before["rope_theta"]}
+    after = {**kept, **rope, "rope_type": rope_type}
+    after.pop("type", None)
+    if rope_type in _NEEDS_ORIGINAL:
+        original = before.get("original_max_position_embeddings", settings["max_position_embeddings"])
         after.setdefault("original_max_position_embeddings", original)
     return after
 
 
-def _written(given: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a new rotary embedding of the layers that attend to all tokens changes in a configuration."""
-    original = rope.get("original_max_position_embeddings", given["max_position_embeddings"])
-    length = max(int(rope.get("factor", 1) * original), given["max_position_embeddings"])
-    parameters = given.get("rope_parameters")
+def _changed(settings: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that change with the rotary embedding of layers that attend to all tokens."""
+    original = rope.get("original_max_position_embeddings", settings["max_position_embeddings"])
+    length = max(int(rope.get("factor", 1) * original), settings["max_position_embeddings"])
+    parameters = settings.get("rope_parameters")
     if parameters is None:  # of transformers 4
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {"max_position_embeddings": length, "rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
@@ -188,40 +234,54 @@ def _written(given: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any
     return {"max_position_embeddings": length, "rope_parameters": parameters}
 
 
-def _llama(given: Mapping[str, Any]) -> dict[str, Any]:
-    has_bias = bool(given.get("attention_bias", False))
-    return {"has_qkv_bias": has_bias, "has_out_bias": has_bias, "has_mlp_bias": bool(given.get("mlp_bias", False))}
+def _llama(settings: Mapping[str, Any]) -> dict[str, Any]:
+    has_bias = bool(settings.get("attention_bias", False))
+    return {"has_qkv_bias": has_bias, "has_out_bias": has_bias, "has_mlp_bias": bool(settings.get("mlp_bias", False))}
 
 
-def _qwen3(given: Mapping[str, Any]) -> dict[str, Any]:
-    has_bias = bool(given.get("attention_bias", False))
+def _qwen3(settings: Mapping[str, Any]) -> dict[str, Any]:
+    has_bias = bool(settings.get("attention_bias", False))
     return {"has_qkv_bias": has_bias, "has_out_bias": has_bias, "has_qk_norm": True}
 
 
-def _gemma(given: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "scale": given["query_pre_attn_scalar"] ** -0.5,
+        "scale": settings["query_pre_attn_scalar"] ** -0.5,
         "activation": "gelu_tanh",
-        "has_qk_norm": given["model_type"] == "gemma3_text",
-        "attention_cap": given.get("attn_logit_softcapping"),
-        "logits_cap": given.get("final_logit_softcapping"),
+        "has_qk_norm": settings["model_type"] == "gemma3_text",
+        "attention_cap": settings.get("attn_logit_softcapping"),
+        "logits_cap": settings.get("final_logit_softcapping"),
         "is_gemma": True,
     }
 
 
-def _gpt_oss(given: Mapping[str, Any]) -> dict[str, Any]:
-    count, per_token = given["num_local_experts"], given["num_experts_per_tok"]
-    limits = given.get("swiglu_alpha", 1.702), given.get("swiglu_limit", 7.0)
-    has_bias = bool(given.get("attention_bias", True))
+def _gpt_oss(settings: Mapping[str, Any]) -> dict[str, Any]:
+    count, per_token = settings["num_local_experts"], settings["num_experts_per_tok"]
+    limits = settings.get("swiglu_alpha", 1.702), settings.get("swiglu_limit", 7.0)
+    has_bias = bool(settings.get("attention_bias", True))
     shared = {"has_qkv_bias": has_bias, "has_out_bias": has_bias, "has_sinks": True}
     return {**shared, "experts": ExpertsConfig(count, per_token, *limits)}
 
 
-_OF_AN_ORIGINAL = ("yarn", "llama3", "longrope")  # rotary embeddings that know the length before they were scaled
+_NEEDS_ORIGINAL = ("yarn", "llama3", "longrope")  # rotary embeddings that know the length before they were scaled
+# What configurations may leave out, as that of a text that is part of a model of texts and images.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
+}
 _ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
-    "mistral": lambda given: {},
-    "qwen2": lambda given: {"has_qkv_bias": True},
+    "mistral": lambda settings: {},
+    "qwen2": lambda settings: {"has_qkv_bias": True},
     "qwen3": _qwen3,
     "gemma2": _gemma,
     "gemma3_text": _gemma,

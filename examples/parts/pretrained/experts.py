@@ -13,7 +13,7 @@ from parts.pretrained.config import ExpertsConfig, ModelConfig
 
 
 class Experts(nnx.Module):
-    """Experts as gpt-oss has them: the sum of those that a router rates highest, weighted by a softmax over these."""
+    """The experts of gpt-oss: each token goes to its top-k experts, weighted by a softmax over their router logits."""
 
     def __init__(self, config: ModelConfig, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> None:
         assert config.experts is not None
@@ -30,7 +30,7 @@ class Experts(nnx.Module):
         self.down_bias = make((count, width), None, None)
 
     def __call__(self, states: jax.Array) -> jax.Array:
-        """Returns what it adds to the states [B, T, D]."""
+        """Returns the update that is added to the states [B, T, D]."""
         best, chosen = jax.lax.top_k(self.router(states), self.config.per_token)  # [B, T, k]
         params = self.gate_up, self.gate_up_bias, self.down, self.down_bias
         weights = [param.get_value().astype(states.dtype) for param in params]
@@ -53,5 +53,5 @@ def run_experts(config: ExpertsConfig, tokens: tuple[jax.Array, ...], weights: l
     up = jnp.clip(hidden[:, 1::2], -config.limit, config.limit)
     hidden = gate * jax.nn.sigmoid(config.alpha * gate) * (up + 1)
     out = jax.lax.ragged_dot(hidden, down, sizes) + down_bias[expert]  # [B T k, D]
-    out *= shares.reshape(-1)[order, None]
-    return jnp.zeros_like(rows).at[token].add(out).reshape(states.shape)
+    out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [B, T, k, D]
+    return (out * shares[..., None]).sum(axis=-2)

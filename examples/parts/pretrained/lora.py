@@ -55,7 +55,7 @@ class Adapted(nnx.Module):
         for _ in range(self.num_stacked):
             multiply = jax.vmap(multiply)
         kernel = self.base.kernel.get_value()
-        return kernel + (SCALE * multiply(self.down.get_value(), self.up.get_value())).astype(kernel.dtype)
+        return (kernel + SCALE * multiply(self.down.get_value(), self.up.get_value())).astype(kernel.dtype)
 
 
 def adapt(model: LanguageModel, rank: int, seed: int = 0) -> None:
@@ -66,7 +66,7 @@ def adapt(model: LanguageModel, rank: int, seed: int = 0) -> None:
 
 
 def merge(model: LanguageModel) -> LanguageModel:
-    """Returns a model whose projections have what their adapters add, and none of these; one without them as it is."""
+    """Returns a copy of the model with its adapters added to the kernels."""
     model = nnx.clone(model)
     for owner, name, _ in _projections(model):
         projection = getattr(owner, name)

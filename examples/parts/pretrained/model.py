@@ -18,7 +18,7 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, 
 
 
 class GemmaNorm(nnx.Module):
-    """An RMSNorm that multiplies with one more than its parameter, in float32 as one more than a narrow one is not."""
+    """RMSNorm with the scale 1 + parameter, added in float32: bfloat16 would round small parameters away."""
 
     def __init__(self, num_features: int, *, epsilon: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> None:
         del rngs  # of which it draws nothing
@@ -43,7 +43,7 @@ class FeedForward(nnx.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, states: jax.Array) -> jax.Array:
-        """Returns what it adds to the states [B, T, D]."""
+        """Returns the update that is added to the states [B, T, D]."""
         return self.down(self.activation(self.gate(states)) * self.up(states))
 
 
@@ -95,7 +95,7 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """A decoder with the parameters of a checkpoint.
 
-    As layers of several kinds repeat, those of whole periods are stacked and run in a scan; the rest follow it.
+    Layers repeat with a period. Whole periods are stacked and run in a scan; the remaining layers follow.
 
     Args:
       config: the model.

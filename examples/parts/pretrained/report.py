@@ -1,6 +1,5 @@
 """What fine-tuning has changed: the held-out loss by position, and what is found in a haystack."""
 
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,7 +38,7 @@ def plot_losses(folder: Path) -> Path:
     for step, losses in json.loads((folder / LOSSES).read_text()).items():
         axes.plot([int(position) for position in losses], [*losses.values()], "o-", label=f"step {step}")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="position in the document, from", ylabel="held-out loss")
+    axes.set(xlabel="position, from", ylabel="held-out loss")
     axes.legend()
     path = folder / "held_out.png"
     figure.savefig(path, dpi=120)
@@ -49,26 +48,21 @@ def plot_losses(folder: Path) -> Path:
 def needle_table(
     model: LanguageModel, tokenizer: Tokenizer, text: np.ndarray, lengths: Sequence[int], multiple: int
 ) -> list[str]:
-    """Returns the lines of a table: whether a number that is hidden in the text is found, by its depth and the length.
+    """Returns a table that says, for each length and depth, whether the model finds the hidden number.
 
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      text: tokens to hide it in.
-      lengths: those of the rows, in tokens.
-      multiple: how many devices share the prompts of a batch.
+      text: tokens to hide the number in.
+      lengths: those of the prompts with their answer, in tokens.
+      multiple: over how many devices the rows of a batch are sharded.
     """
     lines = ["needle at  " + " ".join(f"{depth:>5.0%}" for depth in DEPTHS)]
     for length in lengths:
-        needles = hide_needles(tokenizer, text, length, DEPTHS)
-        prompts = [needle.prompt for needle in needles]
-        prompts += prompts[-1:] * (-len(prompts) % multiple)
-        count = max(len(needle.answer) for needle in needles)
-        found = np.stack([*itertools.islice(generate(model, prompts, count), count)], axis=1)
-        marks = [
-            "found" if row[: len(n.answer)].tolist() == n.answer else "-"
-            for n, row in zip(needles, found, strict=False)
-        ]
-        lines.append(f"{length:>9}  " + " ".join(f"{mark:>5}" for mark in marks))
+        is_found = []
+        for needle in hide_needles(tokenizer, text, length, DEPTHS):
+            tokens = generate(model, [needle.prompt] * multiple, len(needle.answer))
+            is_found.append([int(token[0]) for token in tokens] == needle.answer)
+        lines.append(f"{length:>9}  " + " ".join(f"{'found' if one else '-':>5}" for one in is_found))
         jax.clear_caches()  # of a program for each length
     return lines

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-PADDING = -1  # the document and the target of what is no token
+PADDING = -1  # the document and the target of padding
 NEEDLE = "\nThe secret number of {} is {}.\n"
 QUESTION = "\nThe secret number of {} is"
 CITIES = "Athens", "Berlin", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Rome"
 
 
 class Rows(NamedTuple):
-    """Arrays [R, T] of tokens, of what follows each, of documents and of places in them; no last two if not packed."""
+    """Tokens, targets, document ids and positions, each [R, T]; the last two are None unless rows are packed."""
 
     tokens: Any
     targets: Any
@@ -33,48 +33,65 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, list[int]]:
     if not path.exists():
         raise ValueError(f"{folder} has no tokenizer.json: save the tokenizer there with transformers")
     settings = json.loads((folder / "config.json").read_text())
-    end = settings.get("text_config", settings).get("eos_token_id")
-    tokenizer = Tokenizer.from_file(str(path))
+    end = {**settings, **settings.get("text_config", {})}.get("eos_token_id")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise ValueError(f"{path} is no tokenizer ({error}): save it with transformers") from None
     tokenizer.no_truncation()
     return tokenizer, [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
 def encode(tokenizer: Tokenizer, ends: list[int], files: Sequence[Path]) -> list[np.ndarray]:
     """Returns the tokens of each file, with the token that ends a text where there is one."""
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
-    return [np.array([*encoding.ids, *ends[:1]], np.int32) for encoding in tokenizer.encode_batch_fast(texts)]
+    encodings = tokenizer.encode_batch_fast([*map(read_text, files)])
+    return [np.array([*encoding.ids, *ends[:1]], np.int32) for encoding in encodings]
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file, in which bytes that are no UTF-8 are replaced."""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def hold_out(documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the documents to train on, and every tenth of them, held out; of a single one its last tenth."""
+    """Returns the documents to train on and those that are held out: every tenth, the last of a few, a tenth of one."""
     if len(documents) == 1:
         cut = len(documents[0]) * 9 // 10
         return [documents[0][:cut]], [documents[0][cut:]]
-    return [one for number, one in enumerate(documents) if number % 10 != 9], documents[9::10] or documents[-1:]
+    numbers = {*range(9, len(documents), 10)} or {len(documents) - 1}
+    train = [document for number, document in enumerate(documents) if number not in numbers]
+    return train, [documents[number] for number in sorted(numbers)]
 
 
 def make_rows(documents: list[np.ndarray], length: int, is_packed: bool) -> Rows:
-    """Returns documents, one after the other, in rows of a length, the last of them padded.
+    """Returns documents in rows of a length, one after the other; the last row is padded.
 
-    Packed ones do not attend to each other, and each begins at position 0; what a row's end cuts off is one of its own.
-    Else a document is followed by the next as by its own text.
+    If packed, documents do not attend to each other and positions restart at 0; the part of a document behind a row's
+    end counts as a new document. Otherwise documents run on as one text.
     """
     stream = np.concatenate(documents)
-    ids = np.repeat(np.arange(len(documents), dtype=np.int32), [len(one) for one in documents])
-    following = np.append(stream[1:], PADDING)
+    ids = np.repeat(np.arange(len(documents), dtype=np.int32), [len(document) for document in documents])
+    targets = np.append(stream[1:], np.int32(PADDING))
     if is_packed:
-        following[:-1][np.diff(ids) != 0] = PADDING
-    num_rows = -(-len(stream) // length)
-    fill = lambda array, value: np.append(array, np.full(num_rows * length - len(array), value, np.int32)).reshape(
-        num_rows, length
-    )
-    tokens, targets = fill(stream, 0), fill(following, PADDING)
+        targets[:-1][np.diff(ids) != 0] = PADDING
+    num_padding = -len(stream) % length
+    fill = lambda array, value: np.pad(array, (0, num_padding), constant_values=value).reshape(-1, length)  # [R, T]
+    tokens, targets, ids = fill(stream, 0), fill(targets, PADDING), fill(ids, PADDING)
     if not is_packed:
         return Rows(tokens, targets, None, None)
-    ids, index = fill(ids, PADDING), np.arange(length, dtype=np.int32)
+    index = np.arange(length, dtype=np.int32)
     is_first = np.diff(ids, axis=1, prepend=PADDING - 1) != 0
     positions = index - np.maximum.accumulate(np.where(is_first, index, 0), axis=1)
     return Rows(tokens, targets, ids, positions)
+
+
+def evaluation_rows(rows: Rows, count: int, multiple: int) -> Rows:
+    """Returns at most so many rows, evenly spaced, and rows without targets up to a multiple."""
+    count = min(count, len(rows.tokens))
+    numbers = np.linspace(0, len(rows.tokens) - 1, count).astype(int)
+    blanks = (0, PADDING, PADDING, 0)
+    pad = lambda array, blank: np.pad(array[numbers], ((0, -count % multiple), (0, 0)), constant_values=blank)
+    return Rows(*(None if array is None else pad(array, blank) for array, blank in zip(rows, blanks, strict=True)))
 
 
 def rows_of_step(num_rows: int, count: int, step: int, seed: int) -> np.ndarray:
@@ -97,11 +114,13 @@ class Needle(NamedTuple):
 def hide_needles(tokenizer: Tokenizer, text: np.ndarray, length: int, depths: Sequence[float]) -> list[Needle]:
     """Returns texts of a length with a number hidden at a depth each, and a question for it at their end."""
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-    found = []
+    begin = tokenizer.encode("").ids  # special tokens that models expect first
+    needles = []
     for depth, city, secret in zip(depths, CITIES, np.random.default_rng(length).integers(1000, 9999, 8), strict=False):
         hidden, question = encode(NEEDLE.format(city, secret)), encode(QUESTION.format(city))
         answer = encode(f"{QUESTION.format(city)} {secret}")[len(question) :]
-        hay = np.resize(text, length - len(hidden) - len(question) - len(answer)).tolist()
-        place = round(len(hay) * depth)
-        found.append(Needle(depth, [*hay[:place], *hidden, *hay[place:], *question], answer))
-    return found
+        rest = length - sum(map(len, (begin, hidden, question, answer)))
+        hay = np.resize(text[~np.isin(text, begin)], rest).tolist()
+        place = round(rest * depth)
+        needles.append(Needle(depth, [*begin, *hay[:place], *hidden, *hay[place:], *question], answer))
+    return needles

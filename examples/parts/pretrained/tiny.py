@@ -1,4 +1,4 @@
-"""A tiny model that nobody trained, with a tokenizer: to try a program before there is a checkpoint."""
+"""A tiny random model with a tokenizer, for trying a program without a checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from parts.pretrained.checkpoint import save
 from parts.pretrained.config import make_config
 from parts.pretrained.model import LanguageModel
+from parts.pretrained.text import read_text
 
 END = "<|end|>"
 SIZES = {
@@ -35,7 +36,7 @@ def write_tiny(folder: Path, files: Sequence[Path], seed: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train([str(path) for path in files[:32]], trainer)
+    tokenizer.train_from_iterator(map(read_text, files[:32]), trainer)
     types = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(seed)}
     save(LanguageModel(make_config(SIZES | {"vocab_size": tokenizer.get_vocab_size()}, folder), **types), folder)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,18 +1,20 @@
-"""The tensors of a checkpoint's files: what they are called, and how they and the parameters turn into each other."""
+"""Maps the tensors of a checkpoint to the parameters of the model, and back."""
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from parts.pretrained.config import ModelConfig
 
+UNUSED = r"vision_tower|multi_modal_projector|rotary_emb\.inv_freq"
 INDEX = "model.safetensors.index.json"
 # The parts of a block, and what a checkpoint calls them.
 NAMES = {
@@ -66,7 +68,7 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(config: ModelConfig, path: tuple[Any, ...], shape: tuple[int, ...]) -> list[Tensor]:
-    """Returns the tensors of a parameter of the model: one, or that of each layer that it stacks."""
+    """Returns the checkpoint tensors of a parameter: one, or one for each stacked layer."""
     *place, kind = path
     if place[0] in OUTSIDE:
         return [_tensor(OUTSIDE[place[0]], kind, shape, num_inputs=1)]
@@ -93,13 +95,19 @@ def _tensor(name: str, kind: str, shape: tuple[int, ...], num_inputs: int) -> Te
 def read_tensors(folder: Path) -> Tensors:
     """Returns functions that read the tensors of a folder, in one file or in shards, by their names."""
     index = folder / INDEX
-    files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.exists() else ["model.safetensors"]
+    weight_map = json.loads(index.read_text()).get("weight_map", {}) if index.exists() else {}
     found: Tensors = {}
-    for file in files:
-        opened = safe_open(folder / file, framework="np")
+    for file in sorted({*weight_map.values()} or {"model.safetensors"}):
+        try:
+            opened = safe_open(folder / file, framework="np")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / file} cannot be read ({error}): download the checkpoint again") from None
         for name in opened.keys():  # noqa: SIM118  # which is not a dictionary
             found[name] = lambda name=name, opened=opened: opened.get_tensor(name)
-    found = {name.replace("language_model.model.", "model."): read for name, read in found.items()}
+    # Of a model of texts and images the text's part; and frequencies that old checkpoints keep.
+    for prefix in ("language_model.model.", "model.language_model."):
+        found = {name.replace(prefix, "model."): read for name, read in found.items()}
+    found = {name: read for name, read in found.items() if not re.search(UNUSED, name)}
     for name in [name for name in found if name.endswith("_blocks")]:
         name = name.removesuffix("_blocks")  # noqa: PLW2901
         blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales")
