@@ -57,11 +57,11 @@ def run_peer(script: str, *arguments: int | str) -> Any:
     return _run(_interpreter("peers"), str(PEERS / script), *map(str, arguments))
 
 
-def run_client(name: str) -> Any:
-    """Runs the check of a client in an environment of its own, on this checkout; returns what it prints as JSON."""
+def run_client(name: str, *arguments: str) -> Any:
+    """Runs the script of a client in an environment of its own, on this checkout; returns what it prints as JSON."""
     script = ROOT / "tests" / "clients" / f"check_{name}.py"
     with tempfile.TemporaryDirectory() as folder:  # where it may leave what it likes
-        return _run(_interpreter(name), str(script), variables={"PYTHONPATH": str(ROOT)}, folder=folder)
+        return _run(_interpreter(name), str(script), *arguments, variables={"PYTHONPATH": str(ROOT)}, folder=folder)
 
 
 def run_module(
