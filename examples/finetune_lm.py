@@ -38,7 +38,7 @@ from parts.pretrained.generation import generate
 from parts.pretrained.lora import adapt
 from parts.pretrained.model import LanguageModel
 from parts.pretrained.report import add_losses, needle_table, plot_losses
-from parts.pretrained.text import Rows, encode, evaluation_rows, hold_out, make_rows, read_tokenizer, rows_of_step
+from parts.pretrained.text import Rows, encode, evaluation_rows, make_rows, read_tokenizer, rows_of_step, split
 from parts.pretrained.tiny import write_tiny
 from parts.pretrained.training import State, Trainer, make_trainer
 from tokenizers import Tokenizer
@@ -55,12 +55,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = Parser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
-    add(
-        "--weights",
-        type=Path,
-        metavar="DIR",
-        help="config.json, safetensors and tokenizer.json; by default a tiny model",
-    )
+    add("--weights", type=Path, metavar="DIR", help="a checkpoint with its tokenizer.json; by default a tiny model")
     add("--data", metavar="FILE_OR_FOLDER", help="the texts; by default the standard library's source")
     add("--mesh", type=parse_mesh, help="mesh axes, such as fsdp=2,seq=4; by default all devices, seq=8")
     add("--sequence-length", type=positive, default=1024, help="tokens in a row, such as 32k")
@@ -71,17 +66,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=positive, help="rows at once; by default one for each device along data and fsdp")
     add("--accumulate", type=positive, default=1, help="batches for one step of the optimizer")
     add("--steps", type=positive, default=200, help="steps of the optimizer")
-    add(
-        "--learning-rate",
-        type=positive_number,
-        help="by default 1e-5, of adapters 2e-4, of a tiny model 1e-3",
-    )
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=("float32", "bfloat16"),
-        help="of the computation; parameters are float32",
-    )
+    add("--learning-rate", type=positive_number, help="by default 1e-5, of adapters 2e-4, of a tiny model 1e-3")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of all but trained parameters")
     add("--seed", type=seed, default=0, help="of the order of the rows, and of what is random at first")
     add("--out", type=Path, default=Path("runs/finetune_lm"), help="folder of checkpoints and plots")
     add("--checkpoint-every", type=positive, default=100, help="steps between checkpoints")
@@ -161,7 +147,7 @@ def read_texts(arguments: argparse.Namespace, run: Run, files: list[Path]) -> Te
     Raises:
       ValueError: if there are fewer tokens to train on than a row has.
     """
-    documents, held_out = hold_out([tokens for tokens in encode(run.tokenizer, run.ends, files) if len(tokens) > 1])
+    documents, held_out = split([tokens for tokens in encode(run.tokenizer, run.ends, files) if len(tokens) > 1])
     count, length = sum(map(len, documents)), arguments.sequence_length
     if count < length or not held_out:
         raise ValueError(f"--data has {count} tokens to train on, less than --sequence-length {length}: give more text")

@@ -15,10 +15,10 @@ from parts.pretrained.text import (
     PADDING,
     evaluation_rows,
     hide_needles,
-    hold_out,
     make_rows,
     read_tokenizer,
     rows_of_step,
+    split,
 )
 from parts.pretrained.tiny import write_tiny
 from parts.pretrained.weights import read_tensors
@@ -68,7 +68,7 @@ def test_rows_of_documents():
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 25])
 def test_what_is_held_out_is_not_trained_on(count):
     documents = [np.arange(10) + 10 * number for number in range(count)]
-    train, held_out = map(np.concatenate, hold_out(documents))
+    train, held_out = map(np.concatenate, split(documents))
     assert sorted([*train, *held_out]) == list(range(10 * count))
 
 

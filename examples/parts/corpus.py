@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,8 +59,8 @@ class Batch(NamedTuple):
 def load_corpus(source: str | None, sequence_length: int) -> Corpus:
     """Finds the documents of a file, of the files of a folder, or by default of the standard library's own source.
 
-    Each file is a document; one that is longer than a sequence is cut into several. Every tenth file is held out; of a
-    single file, its last tenth.
+    Each file is a document; one that is longer than a sequence is cut into several. Every tenth file is held out, the
+    last of fewer, and of a single file its last tenth.
 
     Raises:
       ValueError: if there is nothing to read, or less than one sequence of it, or a file that cannot be read, or one
@@ -72,7 +72,7 @@ def load_corpus(source: str | None, sequence_length: int) -> Corpus:
         text, cut = texts[0], texts[0].size * 9 // 10
         parts = [Document(text.path, 0, cut)], [Document(text.path, cut, text.size)]
     else:
-        parts = [text for i, text in enumerate(texts) if i % 10 != 9], texts[9::10] or texts[-1:]
+        parts = hold_out(texts)
     for name, documents in zip(("train", "held_out"), parts, strict=True):
         size = sum(document.size for document in documents)
         if size <= sequence_length:
@@ -83,6 +83,13 @@ def load_corpus(source: str | None, sequence_length: int) -> Corpus:
     names = "\n".join(f"{text.path.name} {text.size}" for text in texts)
     train, held_out = ([part for text in part for part in _cut(text, sequence_length - 1)] for part in parts)
     return Corpus(train, held_out, hashlib.sha256(names.encode()).hexdigest()[:16])
+
+
+def hold_out(documents: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the documents to train on, and those that are held out: every tenth, or the last of fewer."""
+    if len(documents) < 10:
+        return documents[:-1], documents[-1:]
+    return [document for number, document in enumerate(documents) if number % 10 != 9], documents[9::10]
 
 
 def training_rows(documents: Documents, step: int, seed: int, shape: tuple[int, int]) -> Rows:

@@ -171,7 +171,7 @@ def _check_supported(settings: Mapping[str, Any]) -> None:
     """Checks settings that the model has no other values of."""
     activation = "gelu_pytorch_tanh" if settings["model_type"].startswith("gemma") else "silu"
     supported = {
-        "hidden_act": (None, activation, *(["gelu"] if activation != "silu" else [])),
+        "hidden_act": (None, activation),
         "hidden_activation": (None, activation),
         "use_bidirectional_attention": (None, False),
         "partial_rotary_factor": (None, 1.0),

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from parts.corpus import hold_out
+
 PADDING = -1  # the document and the target of padding
 NEEDLE = "\nThe secret number of {} is {}.\n"
 QUESTION = "\nThe secret number of {} is"
@@ -53,14 +55,12 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def hold_out(documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the documents to train on and those that are held out: every tenth, the last of a few, a tenth of one."""
-    if len(documents) == 1:
-        cut = len(documents[0]) * 9 // 10
-        return [documents[0][:cut]], [documents[0][cut:]]
-    numbers = {*range(9, len(documents), 10)} or {len(documents) - 1}
-    train = [document for number, document in enumerate(documents) if number not in numbers]
-    return train, [documents[number] for number in sorted(numbers)]
+def split(documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the documents to train on, and those that are held out; of a single one its last tenth."""
+    if len(documents) > 1:
+        return hold_out(documents)
+    cut = len(documents[0]) * 9 // 10
+    return [documents[0][:cut]], [documents[0][cut:]]
 
 
 def make_rows(documents: list[np.ndarray], length: int, is_packed: bool) -> Rows:
