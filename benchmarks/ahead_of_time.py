@@ -106,6 +106,7 @@ def compile_for(
     has_documents: bool = False,
     has_cotangent: bool = False,
     width: int = WIDTH,
+    balance: Any = None,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology.
 
@@ -138,6 +139,7 @@ def compile_for(
             is_causal=is_causal,
             strategy=strategy,
             implementation=implementation,
+            balance=balance,
             mesh=mesh,
             **more,
         )
@@ -167,6 +169,7 @@ def peak(
     has_cotangent: bool = False,
     width: int = WIDTH,
     strategy: Any = "ring",
+    balance: Any = None,
 ) -> float:
     """Returns the most bytes on one of some devices during the gradient, over those of its queries."""
     more: Any = {
@@ -175,6 +178,7 @@ def peak(
         "has_cotangent": has_cotangent,
         "width": width,
         "strategy": strategy,
+        "balance": balance,
     }
     compiled = compile_for(name, True, count=count, length=length, pattern=pattern, **more)
     return compiled.memory_analysis().peak_memory_in_bytes / (length // count * HEADS * width * 2)

@@ -223,7 +223,7 @@ def emulated_ring() -> Rows:
 def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
     """The rows that a shard computes: its two halves after the swap."""
     half = schedule.queries.num_padded_rows // 2
-    first = [schedule.origin(shard, row) for row in (0, half)]
+    first = [schedule.origin(shard, row, schedule.queries) for row in (0, half)]
     tokens = [array[:, holder * schedule.queries.num_padded_rows + row :][:, :half] for holder, row in first]
     return implementation.lay_out(schedule.queries, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
 

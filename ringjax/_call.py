@@ -8,7 +8,7 @@ from ringjax._kernels.implementation import implement, obstacle, obstacles
 from ringjax._kernels.interface import Request
 from ringjax._kernels.tile_sizes import most_rows
 from ringjax._pattern.pattern import DilatedPattern
-from ringjax._schedule.make import make_schedule
+from ringjax._schedule.make import MIN_STRIPE_ROWS, make_schedule
 from ringjax._schedule.schedule import BranchSchedule, Schedules
 from ringjax._schedule.strategy import read_exchange_sizes, schedules_with
 from ringjax._schedule.work import Work, choose_travelling_side
@@ -90,6 +90,8 @@ class Call:
             from ringjax._tools.forecast import best_strategy  # noqa: PLC0415 - the one tool that a call can need
 
             strategy = best_strategy(self)
+        has_documents = "document_ids" in self.request.needs
+        balance = self.request.balance or ("stripes" if has_documents else "zigzag")
         sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
         make = lambda ulysses_size: make_schedule(
             self.pattern,
@@ -101,6 +103,8 @@ class Call:
             key_length=self.num_keys,
             query_offset=self.query_offset,
             ulysses_size=ulysses_size,
+            balance=balance,
+            min_stripe_rows=MIN_STRIPE_ROWS if self.request.balance is None else 1,
         )
         strategies = (strategy,) * len(self.pattern.branches) if isinstance(strategy, str) else strategy
         return choose_travelling_side(self.work, schedules_with(make, strategies, sizes, self.pattern.heads))

@@ -21,7 +21,8 @@ from ringjax._pattern.options import (
     pattern_of,
 )
 from ringjax._pattern.pattern import DilatedPattern
-from ringjax._schedule.strategy import Strategy, check_exchange, check_strategy, read_strategy
+from ringjax._schedule.schedule import Balance
+from ringjax._schedule.strategy import Strategy, check_balance, check_exchange, check_strategy, read_strategy
 
 
 class PrecisionOptions(TypedDict, total=False):
@@ -72,6 +73,18 @@ class KernelOptions(PrecisionOptions, total=False):
             "shapes and devices. cuDNN and the kernels for Hopper GPUs ignore it. Smaller blocks take less memory, and "
             "less work where a mask cuts them; larger ones run faster.",
             check_optional_count,
+        ),
+    ]
+    balance: Annotated[
+        Balance | None,
+        Option(
+            None,
+            "how the devices of a ring that goes all the way around share its work. With document_ids, by default, "
+            'they deal their rows in ``"stripes"``, round robin: then packed documents keep all of them busy in each '
+            "step. Stripes have 128 to 512 rows; with fewer for each device, without documents, with cuDNN's kernel, "
+            'and in rings of unequal size, causal rings take ``"zigzag"``, which swaps half of the rows. ``"none"`` '
+            "moves no rows. The results are the same.",
+            check_balance,
         ),
     ]
     documents_are_sorted: Annotated[

@@ -161,6 +161,26 @@ def test_documents_travel_with_their_keys():
     assert "all-gather" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("8 H100s", "xla"), ("v5e:2x4", "xla"), pytest.param("8 H100s", "mosaic", marks=needs_kernels)],
+)
+def test_dealt_rings_overlap_and_take_no_more_memory(name, implementation):
+    """Documents, and the gradient: stripes beside zigzag."""
+    length = 8 * (TOKENS if name == "8 H100s" else ENOUGH_TO_HIDE)
+    arguments = {"length": length, "pattern": ((length,), (1,)), "has_documents": True, "has_cotangent": True}
+    arguments |= {"implementation": implementation}
+    programs = [compile_for(name, True, balance=balance, **arguments) for balance in (None, "zigzag")]
+    dealt, swapped = (program.memory_analysis().peak_memory_in_bytes for program in programs)
+    assert dealt <= 1.15 * swapped
+    text = programs[0].as_text()
+    assert gathers(text, "all-to-all")
+    assert "all-gather" not in text
+    permutes = loop_permutes(text)
+    assert permutes
+    assert all(permutes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kv_heads", "has_engine"), [(f"a ring {DOCUMENTS}", 2, "yes"), (CONTROL, 4, "no")])
 def test_cudnn_has_an_engine(name, kv_heads, has_engine):

@@ -55,6 +55,11 @@ def test_dtypes(dtype, unchecked):
         call(dtype)
 
 
+def test_balances(unchecked):
+    with pytest.raises(ValueError, match="balance='dealt' is unknown: use one of 'none', 'zigzag', 'stripes', or None"):
+        call(balance="dealt")
+
+
 def test_strategies(unchecked):
     with pytest.raises(ValueError, match="strategy='tree' is unknown: use one of 'ring', 'all_gather', 'all_to_all'"):
         call(strategy="tree")

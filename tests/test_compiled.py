@@ -1,5 +1,6 @@
 """What eight-device programs compile to: the hops of the schedule, the kept rows alone, memory that shrinks."""
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh
 
+import ringjax
 from benchmarks.programs import has_dimension
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._kernels.attention_step import AttentionStep, PaddedRows, make_mask, see_keys, see_queries
@@ -24,9 +26,16 @@ from ringjax._parallel.device import device_forward
 from ringjax._parallel.plan import Plan
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.work import RowBytes, Work, choose_travelling_side
-from ringjax._tools.hlo import permutes
+from ringjax._tools.hlo import bytes_sent, permutes
 from ringjax._tools.messages import messages
 
+# How XLA names the collectives of the planner.
+KINDS = {
+    "permute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
 HEADS, WIDTH = 2, 6
 FLOAT = 4
 
@@ -108,6 +117,34 @@ def test_what_is_sent_is_what_the_tokens_ask_for(segment_length, rate, length, i
     part_of = {shard: number for number, part in enumerate(parts) for shard in part}
     for permute in (*permutes(forward.as_text()), *permutes(backward.as_text())):
         assert all(part_of[source] == part_of[destination] for source, destination in permute.pairs)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(("strategy", "balance"), [("ring", "stripes"), ("all_gather", "stripes"), ("ring", "zigzag")])
+def test_what_is_dealt_is_what_the_planner_counts(strategy, balance, gradient):
+    """With documents, in shards whose padding fills stripes."""
+    length, heads, mesh = 8 * 132, (4, 2), make_mesh(seq=8)
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    shape = lambda heads: jax.ShapeDtypeStruct((1, length, heads, WIDTH), jnp.float32, sharding=sharding)
+    documents = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+    arrays = shape(heads[0]), shape(heads[1]), shape(heads[1])
+    options = {"pattern": [Segments(length)], "is_causal": True, "strategy": strategy, "balance": balance}
+
+    def attend(query, key, value, documents):
+        return ring_dilated_attention(query, key, value, document_ids=documents, mesh=mesh, **options)
+
+    def gradients(*arrays):
+        out, back = jax.vjp(lambda *some: attend(*some, arrays[-1]), *arrays[:-1])
+        return out, back(out)
+
+    text = jax.jit(gradients if gradient else attend).lower(*arrays, documents).compile().as_text()
+    (explained,) = ringjax.explain(attend, *arrays, documents).calls
+    call, schedules = explained[0].call, explained[0].forecasts[0].implemented
+    assert [schedule.balance for schedule in schedules] == [balance]
+    stated = collections.Counter()
+    for one in messages(call.work, schedules, gradient):
+        stated[KINDS[one.collective]] += one.num_bytes * one.times
+    assert bytes_sent(text) == stated
 
 
 def linked_shards(segment_length, rate, length, shards, num_heads):

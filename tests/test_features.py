@@ -34,6 +34,7 @@ PATTERN = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "is_causal": Tr
 STRADDLING = {"segment_lengths": (7, 15), "dilation_rates": (2, 1)}
 DENSE = {"segment_lengths": (64,), "dilation_rates": (1,), "is_causal": False}
 OF_REFERENCE = {"uses", *inspect.signature(dilated_attention_reference).parameters}
+OF_OURS = OF_REFERENCE | {"block_size", "exchange_size", "strategy", "balance"}
 
 FEATURES = {
     "documents in any order and sinks": {
@@ -139,6 +140,47 @@ FEATURES = {
         **STRADDLING,
         "uses": "both",
     },
+    "dealt documents": {"balance": "stripes", "documents": "sorted", **DENSE, "is_causal": True, "uses": "both"},
+    "dealt segments": {
+        "balance": "stripes",
+        "documents": "mixed",
+        "segment_lengths": (16, 29),
+        "dilation_rates": (2, 3),
+        "merge": "union",
+        "length": 29,
+        "block_size": 2,
+        "dropout_rate": 0.4,
+        "dropout_seed": 3,
+        "logits_soft_cap": 2.0,
+        "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
+        "uses": "both",
+    },
+    "dealt queries, gathered keys": {
+        "balance": "stripes",
+        "documents": "mixed",
+        "strategy": "all_gather",
+        **DENSE,
+        "uses": "lse",
+    },
+    "dealt chunks": {
+        "balance": "stripes",
+        "documents": "sorted",
+        "length": 13,
+        "key_length": 37,
+        "query_offset": 11,
+        "uses": "both",
+    },
+    "dealt phases": {"balance": "stripes", "pattern": [Window(15, 2)], "documents": "sorted", "block_size": 2},
+    "dealt groups of devices": {
+        "balance": "stripes",
+        "strategy": "all_to_all",
+        "exchange_size": 2,
+        "documents": "sorted",
+        "segment_lengths": (32, 32),
+        "dilation_rates": (1, 4),
+        "block_size": 4,
+        "uses": "both",
+    },
     "each branch its own": {"strategy": "auto", "pattern": [Window(5), Segments(32, 4)], "documents": "sorted"},
     "all": {
         "length": 23,
@@ -173,11 +215,7 @@ def of_reference(arguments):
 def check(mesh, arrays, arguments):
     if "pattern" in arguments:
         arguments = {name: value for name, value in arguments.items() if name not in PATTERN or name == "is_causal"}
-    own = {
-        name: value
-        for name, value in arguments.items()
-        if name in OF_REFERENCE | {"block_size", "exchange_size", "strategy"}
-    }
+    own = {name: value for name, value in arguments.items() if name in OF_OURS}
     assert_close(ring_results(arrays, mesh=mesh, **own), reference_results(arrays, **of_reference(arguments)))
 
 
@@ -195,13 +233,23 @@ ON_EXPLICIT_MESHES = {
     "gathered windows",
     "exchanged rows",
     "exchanged groups of heads",
+    "dealt segments",
+    "dealt chunks",
+    "dealt groups of devices",
     "all",
 }
 ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "phases", "windows and segments", "all")
 
 
 @pytest.mark.quick(
-    "grouped by branch-4", "far queries-4", "windows and segments-1", "gathered windows-4", "exchanged rows-4", "all-4"
+    "grouped by branch-4",
+    "far queries-4",
+    "windows and segments-1",
+    "gathered windows-4",
+    "exchanged rows-4",
+    "dealt segments-4",
+    "dealt phases-4",
+    "all-4",
 )
 @pytest.mark.parametrize(
     ("name", "ring_size"), [*((name, 4) for name in FEATURES), *((name, 1) for name in ON_ONE_DEVICE)]

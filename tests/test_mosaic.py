@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import make_mesh, random_arguments, reference_results, ring_results
-from test_features import FEATURES, OF_REFERENCE, PATTERN, make_arrays, of_reference
+from test_features import FEATURES, OF_OURS, PATTERN, make_arrays, of_reference
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
 from ringjax._kernels import mosaic
@@ -68,7 +68,7 @@ def check(arrays, mesh=None, **arguments):
     """Compares all results in float32 with the oracle's."""
     narrow = lambda array: np.asarray(array, np.float32 if array.dtype == np.float64 else array.dtype)
     arrays = list(map(narrow, arrays))
-    names = arguments.keys() & (OF_REFERENCE | {"block_size", "strategy", "exchange_size"})
+    names = arguments.keys() & OF_OURS
     own = {name: arguments[name] for name in names}
     own |= {"sinks": np.float32(own["sinks"])} if "sinks" in own else {}
     actual = ring_results(arrays, mesh=mesh, implementation="mosaic", **own)
@@ -94,6 +94,8 @@ WITH_ROWS_FIRST = {
     "gathered windows",
     "exchanged rows",
     "exchanged groups of heads",
+    "dealt segments",
+    "dealt chunks",
     "all",
 }
 
@@ -114,6 +116,14 @@ def test_feature_equals_oracle(name, monkeypatch):
 TILES = {
     "a band": {"pattern": [Window(200), Segments(400, 2)], "length": 700, "documents": "sorted"},
     "two shards": {"pattern": [Segments(1500)], "length": 1500, "shards": 2, "uses": "lse"},
+    "two dealt shards": {
+        "pattern": [Segments(1500)],
+        "length": 1500,
+        "shards": 2,
+        "balance": "stripes",
+        "documents": "sorted",
+        "uses": "lse",
+    },
     "many rows": {"pattern": [Segments(1024)], "length": 1024, "is_causal": False, "block_size": 1024},
     "all": {
         "pattern": [Segments(300, 2), Window(90, 3)],
@@ -134,6 +144,8 @@ TILES = {
         ("a band", 3, "last"),
         ("a band", 3, "first"),
         ("two shards", None, "last"),
+        ("two dealt shards", None, "last"),
+        ("two dealt shards", None, "first"),
         ("many rows", None, "first"),
         ("all", None, "last"),
         ("all", None, "first"),

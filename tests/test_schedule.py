@@ -38,7 +38,7 @@ def tokens_of(schedule: BranchSchedule, side: Side, shard: int, offset: int, is_
     chunk = np.arange(side.num_chunks)[:, None]
     holder, row = shard, np.arange(side.num_blocks * side.block_rows)
     if is_computed:
-        holder, row = schedule.origin(shard, row)
+        holder, row = schedule.origin(shard, row, side)
     token, is_row = side.row_token(holder, chunk, row, offset)
     return np.where(is_row, token, -1)
 
@@ -78,15 +78,15 @@ def computed_pairs(schedule: BranchSchedule, offset: int, length: int, do_querie
     return count
 
 
-@given(geometries(), st.booleans())
-@settings(max_examples=100, deadline=None)
-def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry, do_queries_travel):
-    """Whichever side travels."""
+@given(geometries(), st.booleans(), st.sampled_from(["none", "zigzag", "stripes"]), st.integers(1, 8))
+@settings(max_examples=150, deadline=None)
+def test_every_pair_is_computed_once_for_each_branch_that_holds_it(geometry, do_queries_travel, balance, block_rows):
+    """Whichever side travels, and however rows are dealt."""
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     multiplicity = pattern.multiplicity(length, num_heads, is_causal)
     for head in range(num_heads):
         count = np.zeros((length, length), int)
-        for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
+        for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal, block_rows, balance=balance):
             offset = pattern.offset(head, schedule.branch, schedule.number, num_heads)
             count += computed_pairs(schedule, offset, length, do_queries_travel)
         np.testing.assert_array_equal(count, multiplicity[head])
@@ -323,10 +323,45 @@ def test_swapping_is_its_own_inverse_and_stays_in_the_ring():
             assert schedule.ring(partner) == schedule.ring(shard)
         places = set(itertools.product(range(num_shards), range(schedule.queries.num_padded_rows)))
         unsorted = dataclasses.replace(schedule, sorts_halves=False)
-        held = lambda one, shard: [one.origin(shard, row) for row in range(one.queries.num_padded_rows)]
+        held = lambda one, shard: [one.origin(shard, row, one.queries) for row in range(one.queries.num_padded_rows)]
         assert {place for shard in range(num_shards) for place in held(schedule, shard)} == places
         for shard in range(num_shards):
             assert held(schedule, shard) == sorted(held(unsorted, shard))
+
+
+@given(st.integers(1, 9), st.integers(1, 200), st.integers(1, 40), st.sampled_from([1, 4, 16]))
+@settings(max_examples=200, deadline=None)
+def test_stripes_are_dealt_round_robin(num_shards, shard_length, most_rows, multiple):
+    """Every shard gets as many from each, in the order of the ring, and all but its own travel."""
+    length, most_rows = num_shards * shard_length, max(most_rows, multiple)
+    (made,) = make_schedule(DilatedPattern.of_lengths((length,), (1,)), length, num_shards, 1, balance="stripes")
+    if num_shards == 1:
+        assert not made.is_dealt
+        return
+    one = made.in_stripes(most_rows - most_rows % multiple, multiple)
+    side = one.queries
+    assert side.parts % num_shards == 0
+    assert side.part_rows % multiple == 0
+    assert side.part_rows <= max(multiple, most_rows)
+    stripes = np.arange(num_shards * side.parts).reshape(num_shards, -1)
+    for shard in range(num_shards):
+        holder, row = one.origin(shard, np.arange(side.num_padded_rows), side)
+        stripe = stripes[holder, row // side.part_rows]
+        in_order = [own[number] for own in stripes for number in range(shard, side.parts, num_shards)]
+        np.testing.assert_array_equal(stripe, np.repeat(in_order, side.part_rows))
+        np.testing.assert_array_equal(row % side.part_rows, np.arange(side.num_padded_rows) % side.part_rows)
+
+
+def test_rings_that_deal_no_stripes_swap_halves():
+    """Those of unequal size, and by default those whose shards have few rows."""
+    balance = lambda length, shards, **how: [
+        one.balance for one in make_schedule(DilatedPattern([Segments(length)]), 1024, shards, 1, True, **how)
+    ]
+    assert balance(1024, 8, balance="stripes") == ["stripes"]
+    assert balance(1024, 8, balance="stripes", min_stripe_rows=16) == ["stripes"]
+    assert balance(1024, 8, balance="stripes", min_stripe_rows=17) == ["zigzag"]
+    assert balance(1024 // 7 * 3 + 3, 7, balance="stripes") == ["zigzag"]
+    assert balance(1024, 8, balance="none") == balance(128, 8, balance="stripes") == ["none"]
 
 
 def test_a_prime_number_of_segments_fills_its_tiles():

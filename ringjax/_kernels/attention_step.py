@@ -53,11 +53,11 @@ class Tiles(NamedTuple):
 
 
 class PaddedRows(NamedTuple):
-    """The rows of `shards` as a step computes them, with zigzag halves swapped if `is_swapped`."""
+    """The rows of `shards` as a step computes them: those that these were dealt if `is_dealt`, else those they keep."""
 
     rows: Rows
     shards: Int[Array, "S"] | UInt[Array, "S"]
-    is_swapped: bool
+    is_dealt: bool
     documents: Int[Array, "J B C classes R"] | None = None
 
     @property
@@ -86,13 +86,13 @@ class PaddedRows(NamedTuple):
         chunk = chunk + np.arange(side.chunks_per_tile, dtype=np.uint32)[:, None, None]  # [I, C, 1, 1]
         first = np.uint32(side.block_rows) * (tile % side.num_blocks)  # [I, 1, 1, 1]
         row = jnp.arange(side.block_rows, dtype=jnp.uint32)
+        if self.is_dealt:  # blocks as a whole
+            shard, first = self.schedule.origin(shard, first, side)
         if side.is_strided:
             start, end = self._token_bounds(shard, chunk, first)
             token = start + (offset + row * np.uint32(side.step))  # [S, I, C, O, R]
             is_row = None if side.is_full else token < end
         else:
-            # Each half of the rows is whole tiles, and the two come from different shards.
-            shard, first = self.schedule.origin(shard, first) if self.is_swapped else (shard, first)
             token, is_row = side.row_token(shard, chunk, first + row, offset)
         if is_row is not None and side.num_full_chunks > side.num_chunks:
             is_row &= chunk < side.num_chunks
@@ -103,19 +103,9 @@ class PaddedRows(NamedTuple):
         """Returns the first token of each block, and the end of its chunk or of all tokens, whichever is first."""
         side = self.side
         step, stop = np.uint32(side.step), np.uint32(side.stop) if isinstance(side.stop, int) else side.stop
-        if not self.is_swapped:
-            begin = shard * np.uint32(side.shard_length) + side.first(0, chunk)
-            end = begin + np.uint32(side.chunk_length)
-            return begin + row * step, end if side.is_full else jnp.minimum(end, stop)
-        # From a table of all shards: the first token and the end of each of their two halves.
-        shards = np.arange(side.num_shards)[:, None]
-        holder, first_row = self.schedule.origin(shards, np.array([0, side.num_padded_rows // 2]))
-        begin = side.first(holder)
-        table = np.stack([begin + first_row * step, np.minimum(begin + side.chunk_length, stop)])
-        tiles = side.num_tiles // 2
-        of_halves = pick(table.astype(np.uint32), self.shards, axis=1)
-        start, end = jnp.repeat(of_halves, tiles, axis=2)[..., None, None, None]
-        return start + np.tile(row[:tiles], (2, 1, 1, 1)) * step, end
+        begin = shard * np.uint32(side.shard_length) + side.first(0, chunk)
+        end = begin + np.uint32(side.chunk_length)
+        return begin + row * step, end if side.is_full else jnp.minimum(end, stop)
 
     def labels(
         self, token: UInt[Array, "J C O R"], of_keys: bool = False, are_chunks_apart: bool = True

@@ -75,6 +75,8 @@ class Fused(KernelImplementation):
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
         """Returns the schedule in whole chunks, and why the kernel cannot serve it, None if it can."""
         schedule, has_documents = schedule.in_whole_chunks(), _has_documents(request)
+        if schedule.balance == "stripes" and request.balance is None:
+            schedule = schedule.in_zigzag()  # which kernels can mask by row index
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
         reason = self.kernel.obstacle(*arrays, request.platform, widening, has_sequences(schedule, has_documents))
         return schedule, reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
@@ -220,6 +222,7 @@ def _obstacle_of_branch(schedule: BranchSchedule, request: Request) -> str | Non
     side, is_strided = schedule.queries, schedule.branch.is_by_group and not schedule.branch.keeps_all
     reasons = {
         "queries and keys lie at different positions": schedule.is_general,
+        f"{name} is dealt in stripes, and fused kernels mask rows by their index": schedule.balance == "stripes",
         f"{name} of a union leaves out pairs of earlier branches": schedule.earlier_branches,
         f"{name} is neither of segments nor a window": not schedule.branch.is_by_group and window_of(schedule) is None,
         f"{name} spans devices, and strategy='all_gather' brings keys of other lengths to each": schedule.is_gathered,

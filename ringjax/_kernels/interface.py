@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 from ringjax._kernels.attention_step import AttentionStep, DropoutCounters, PaddedRows
 from ringjax._kernels.softmax import Keys, Queries, Weighting, residuals
 from ringjax._kernels.strides import Strides
-from ringjax._schedule.schedule import Addition, BranchSchedule
+from ringjax._schedule.schedule import Addition, Balance, BranchSchedule
 from ringjax._schedule.side import Side
 
 
@@ -19,8 +19,8 @@ class Request(NamedTuple):
 
     `unmapped` are the mesh axes that shard_map does not map over. `needs` names the given arguments that few
     implementations serve. If `needs_lse`, the lse is returned, and may have a gradient. `device_kind` is jax's name of
-    the devices, `block_size` the most rows of a tile, if the caller sets it. If `documents_are_sorted`, document
-    numbers do not decrease along the tokens.
+    the devices, `block_size` the most rows of a tile, and `balance` how rings deal rows, if the caller sets them. If
+    `documents_are_sorted`, document numbers do not decrease along the tokens.
     """
 
     query: Any
@@ -34,6 +34,7 @@ class Request(NamedTuple):
     block_size: int | None = None
     precision: Any = None
     documents_are_sorted: bool = False
+    balance: Balance | None = None
 
     @classmethod
     def of(cls, asked: Any, query: Any, key: Any, value: Any, platform: str, **others: Any) -> "Request":
@@ -46,6 +47,7 @@ class Request(NamedTuple):
             block_size=None if asked.block_size is None else int(asked.block_size),
             precision=asked.precision,
             documents_are_sorted=bool(asked.documents_are_sorted),
+            balance=asked.balance,
             **others,
         )
 

@@ -31,6 +31,7 @@ from ringjax._kernels.mask import EMPTY, bounds_of_keys, bounds_of_queries
 from ringjax._kernels.operands import Given, Stats
 from ringjax._kernels.softmax import Keys, Queries, Weighting
 from ringjax._kernels.strides import Strides
+from ringjax._schedule.make import MAX_STRIPE_ROWS
 from ringjax._schedule.schedule import BranchSchedule
 from ringjax._schedule.side import Side
 
@@ -91,10 +92,12 @@ class Mosaic(KernelImplementation):
 
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
         """Returns the schedule in whole chunks, one after the other, and why the kernels cannot serve it."""
+        whole, tile_rows = schedule.in_whole_chunks(), self.tile_rows(request)
+        if whole.balance == "stripes":  # each of which is a tile
+            whole = whole.in_stripes(min(*tile_rows, MAX_STRIPE_ROWS), LANES)
+            tile_rows = whole.queries.block_rows, whole.keys.block_rows
         # Masks are made from positions, so zigzag halves may be in any order.
-        whole = schedule.in_whole_chunks()
-        schedule = dataclasses.replace(whole, tile_rows=self.tile_rows(request), sorts_halves=False)
-        return schedule, self._obstacle(request)
+        return dataclasses.replace(whole, tile_rows=tile_rows, sorts_halves=False), self._obstacle(request)
 
     def _obstacle(self, request: Request) -> str | None:
         if not self.interpret and (reason := self.obstacle_of_hardware(request)):

@@ -51,7 +51,7 @@ class ChunkView(NamedTuple):
 def see(padded: PaddedRows) -> ChunkView:
     """Returns the view of the padded rows of a shard."""
     side, schedule = padded.side, padded.schedule
-    holder, row = schedule.origin(padded.shards[0], 0)
+    holder, row = schedule.origin(padded.shards[0], 0, side)
     begin, size = side.begin // side.step, side.num_padded_rows // side.num_chunks
     labels = _labels(padded) if has_sequences(schedule, padded.documents is not None) else None
     return ChunkView(holder * schedule.queries.num_padded_rows + row, range(begin, begin + size), labels)

@@ -1,4 +1,4 @@
-"""The collectives that move rows of a branch: ring permutes, hops, zigzag swaps, all-gather and reduce-scatter."""
+"""The collectives that move rows of a branch: ring permutes, hops, dealing, all-gather and reduce-scatter."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jaxtyping import Array
 
 from ringjax._mesh.order import after
-from ringjax._parallel.ulysses import Ulysses
+from ringjax._parallel.ulysses import Ulysses, exchange
 from ringjax._schedule.schedule import BranchSchedule
+from ringjax._schedule.side import Side
 
 
 class Moved(NamedTuple):
@@ -69,13 +71,36 @@ class Collectives(NamedTuple):
     def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
         return jax.lax.ppermute(arrays, self.ulysses.axis_name, self.ulysses.pairs(permutation))
 
-    def swap(self, tiles: Any) -> Any:
-        """Swaps the second half of the tiles with the zigzag partner, then sorts the halves if the schedule says so."""
-        return self._sort(self._give(tiles)) if self.schedule.is_zigzag else tiles
+    def deal(self, tiles: Any, side: Side) -> Any:
+        """Returns the tiles that the shard computes, given those of the tokens that it holds."""
+        if self.schedule.is_zigzag:
+            return self._sort(self._give(tiles))
+        to_shards = "(groups stripes shards) ... -> shards groups stripes ..."
+        return self._deal_stripes(tiles, side, to_shards, "shards groups stripes ... -> (groups shards stripes) ...")
 
-    def swap_back(self, tiles: Any) -> Any:
-        """Undoes `swap`."""
-        return self._give(self._sort(tiles)) if self.schedule.is_zigzag else tiles
+    def deal_back(self, tiles: Any, side: Side) -> Any:
+        """Undoes `deal`."""
+        if self.schedule.is_zigzag:
+            return self._give(self._sort(tiles))
+        to_shards = "(groups shards stripes) ... -> shards groups stripes ..."
+        return self._deal_stripes(tiles, side, to_shards, "shards groups stripes ... -> (groups stripes shards) ...")
+
+    def _deal_stripes(self, tiles: Any, side: Side, there: str, here: str) -> Any:
+        """Deals stripes; the patterns of einops say how these lie before and after they are sent."""
+        if not self.schedule.is_dealt:
+            return tiles
+        rings, num_groups = self.schedule.gather_groups, side.num_tile_groups
+        devices = None if len(rings) * self.ulysses.size == 1 else self.ulysses.groups(rings)
+        sizes = {"shards": self.schedule.ring_size, "groups": num_groups}
+
+        def deal(array: Array) -> Array:
+            axis = self._axis(array)
+            stripes = array.reshape(*array.shape[:axis], num_groups * side.parts, -1, *array.shape[axis + 1 :])
+            parts = rearrange(jnp.moveaxis(stripes, axis, 0), there, **sizes)
+            dealt = rearrange(exchange(parts, self.ulysses.axis_name, devices), here, **sizes)
+            return jnp.moveaxis(dealt, 0, axis).reshape(array.shape)
+
+        return jax.tree.map(deal, tiles)
 
     def _give(self, tiles: Any) -> Any:
         permutation = self.schedule.swap_permutation()

@@ -72,7 +72,8 @@ class Outputs:
         """Returns the results of a branch on the shards that keep its rows, given those of the shards that compute."""
         implementation = task.implementation
         out, lse = implementation.finish(found)
-        out, lse = task.collectives.swap_back((*task.narrow([out], task.queries.tokens), lse))
+        results = *task.narrow([out], task.queries.tokens), lse
+        out, lse = task.collectives.deal_back(results, task.queries.side)
         return out, jnp.expand_dims(lse, width_axis(implementation.rows_axis))
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
@@ -127,7 +128,7 @@ class Gradients(Outputs):
         if found.query is None:
             return found
         query_grad = found.query.astype(task.queries.tokens[0].dtype) if self._is_only(0) else found.query
-        return found._replace(query=task.collectives.swap_back(query_grad))
+        return found._replace(query=task.collectives.deal_back(query_grad, task.queries.side))
 
     def put(self, layout: Layout, total: Total, results: Any) -> Total:
         """Writes the gradients of a branch to a total that has none yet."""

@@ -31,7 +31,7 @@ def backward(task: Task) -> Addends:
 
 def _meet(task: Task) -> tuple[Tiles, Tiles, AttentionStep]:
     schedule, implementation = task.schedule, task.implementation
-    queries, keys = task.take_swapped(task.queries), task.collectives.gather(task.take(task.keys))
+    queries, keys = task.take_dealt(task.queries), task.collectives.gather(task.take(task.keys))
     rows, size = task.keys.layout.rows, schedule.gather_size
     gathered = rows.shard // size * size + jnp.arange(size, dtype=jnp.int32)
     own = implementation.see(task.padded(task.queries, queries), task.counters)

@@ -187,13 +187,13 @@ class Task(NamedTuple):
         """Takes the rows of an operand, on the shard that keeps them."""
         return after(operand.take(), self.earlier, is_copied=is_copied)
 
-    def take_swapped(self, operand: Operand) -> Tiles:
+    def take_dealt(self, operand: Operand) -> Tiles:
         """Takes the rows of an operand, on the shard that computes them."""
-        # Swapping halves copies the rows. `is_copied` keeps XLA from making the backward's copies during the forward's
+        # Dealing copies the rows. `is_copied` keeps XLA from making the backward's copies during the forward's
         # ring. Several branches wait for each other anyway.
         is_only = len(self.plan.schedules) == 1
-        is_copied = is_only and self.schedule.is_zigzag and operand.layout.rows.is_whole
-        return self.collectives.swap(self.take(operand, is_copied=is_copied))
+        is_copied = is_only and self.schedule.is_dealt and operand.layout.rows.is_whole
+        return self.collectives.deal(self.take(operand, is_copied=is_copied), operand.side)
 
     def send(self, operand: Operand, rotation: Rotation) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""
@@ -208,7 +208,7 @@ class Task(NamedTuple):
         """Returns the padded rows of an operand's tiles after so many hops."""
         rows = operand.layout.rows
         shard = self.schedule.source(rows.shard.astype(jnp.uint32), hops, direction)
-        return PaddedRows(rows, shard[None], self.schedule.is_zigzag, tiles.documents)
+        return PaddedRows(rows, shard[None], self.schedule.is_dealt, tiles.documents)
 
 
 class Halo(NamedTuple):

@@ -30,7 +30,7 @@ class Addends(NamedTuple):
 def forward(task: Task) -> Any:
     """Returns the attention of one branch, on the shards that compute it."""
     schedule, implementation = task.schedule, task.implementation
-    queries = task.take_swapped(task.queries)
+    queries = task.take_dealt(task.queries)
     own = implementation.see(task.padded(task.queries, queries), task.counters)
 
     def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
@@ -40,7 +40,7 @@ def forward(task: Task) -> Any:
     # Halos go furthest, so they are sent first, and are in transit while a shard computes with its own keys.
     with_halos = [rotation for rotation in schedule.key_rotations if rotation.halo]
     halos = [task.send(task.keys, rotation) for rotation in with_halos]
-    keys = task.take_swapped(task.keys)
+    keys = task.take_dealt(task.keys)
     partial = task.start(queries, keys)
     rotating = [rotation for rotation in schedule.key_rotations if rotation.steps]
     if not rotating:
@@ -68,7 +68,7 @@ def forward(task: Task) -> Any:
 def backward(task: Task) -> Addends:
     """Returns the gradients of one branch."""
     schedule, implementation, plan = task.schedule, task.implementation, task.plan
-    queries, keys = task.take_swapped(task.queries), task.take_swapped(task.keys)
+    queries, keys = task.take_dealt(task.queries), task.take_dealt(task.keys)
     see_queries = lambda *where: implementation.see(task.padded(*where), task.counters)
     see_keys = lambda *where: implementation.see(task.padded(*where))
     of_earlier = task.before_of("query", "key", "value")
@@ -107,7 +107,8 @@ def backward(task: Task) -> Addends:
     finish = lambda grad: implementation.finish_gradients(with_sent(grad), plan.weighting)
     addends = finish(sent.parts[0].grad)
     if schedule.is_closed:
-        return Addends(addends[0], *task.collectives.swap_back(task.narrow(addends[1:], task.keys.tokens)))
+        keys_grad = task.narrow(addends[1:], task.keys.tokens)
+        return Addends(addends[0], *task.collectives.deal_back(keys_grad, task.keys.side))
     parts = []
     for part in sent.parts:
         finished = finish(part.grad)

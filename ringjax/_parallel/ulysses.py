@@ -98,22 +98,23 @@ class Ulysses(NamedTuple):
         orders = ["p B n L D" if array.shape[-1] >= _NARROW else "p B L D n" for array in arrays]
         for array, order in zip(arrays, orders, strict=True):
             parts = rearrange(array, f"{here} -> {order}", p=self.size)
-            moved.append(self._exchange(after(parts, moved[-1:])))
+            moved.append(exchange(after(parts, moved[-1:]), self.axis_name, self._groups))
         # The first array depends on the others, so whatever waits for it waits for all.
         moved[0] = after(moved[0], moved[1:])
         return tuple(rearrange(parts, f"{order} -> {there}") for parts, order in zip(moved, orders, strict=True))
 
-    def _exchange(self, parts: Shaped[Array, "p B *rest"]) -> Shaped[Array, "p B *rest"]:
-        """Sends each rank its part, and returns the parts that this rank receives."""
-        # JAX has no batching rule for `axis_index_groups`: the axis of a vmap is folded into the batch.
-        mapped = custom_vmap(
-            lambda parts: jax.lax.all_to_all(parts, self.axis_name, 0, 0, axis_index_groups=self._groups, tiled=True)
-        )
 
-        @mapped.def_vmap
-        def _(size: int, is_batched: list[bool], parts: Array) -> tuple[Array, bool]:
-            del is_batched
-            folded = self._exchange(rearrange(parts, "v p B ... -> p (v B) ..."))
-            return rearrange(folded, "p (v B) ... -> v p B ...", v=size), True
+def exchange(
+    parts: Shaped[Array, "p B *rest"], axis_name: str | None, groups: list[list[int]] | None
+) -> Shaped[Array, "p B *rest"]:
+    """Sends each device of a group its part, and returns the parts that this device receives."""
+    # JAX has no batching rule for `axis_index_groups`: the axis of a vmap is folded into the batch.
+    mapped = custom_vmap(lambda parts: jax.lax.all_to_all(parts, axis_name, 0, 0, axis_index_groups=groups, tiled=True))
 
-        return mapped(parts)
+    @mapped.def_vmap
+    def _(size: int, is_batched: list[bool], parts: Array) -> tuple[Array, bool]:
+        del is_batched
+        folded = exchange(rearrange(parts, "v p B ... -> p (v B) ..."), axis_name, groups)
+        return rearrange(folded, "p (v B) ... -> v p B ...", v=size), True
+
+    return mapped(parts)

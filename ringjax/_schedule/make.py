@@ -7,10 +7,12 @@ from typing import Literal
 
 from ringjax._pattern.branch import MAX_POSITIONS, Branch
 from ringjax._pattern.pattern import DilatedPattern
-from ringjax._schedule.schedule import BranchSchedule, Rotation, Schedules
+from ringjax._schedule.schedule import Balance, BranchSchedule, Rotation, Schedules
 from ringjax._schedule.side import Side
 
 MAX_BLOCK_ROWS = 512
+# The most rows of a stripe, and the fewest with which dealing is the default.
+MAX_STRIPE_ROWS, MIN_STRIPE_ROWS = 512, 128
 
 
 @functools.lru_cache(maxsize=1024)
@@ -24,11 +26,14 @@ def make_schedule(
     key_length: int | None = None,
     query_offset: int | None = 0,
     ulysses_size: int = 1,
+    balance: Balance = "zigzag",
+    min_stripe_rows: int = 1,
 ) -> Schedules:
     """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
 
     There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
-    where it is known only when the program runs. Of the devices, `ulysses_size` make up a shard.
+    where it is known only when the program runs. Of the devices, `ulysses_size` make up a shard. Stripes have at least
+    `min_stripe_rows` rows: rings with fewer swap halves instead.
     """
     key_length = length if key_length is None else key_length
     num_shards = num_devices // ulysses_size
@@ -49,18 +54,17 @@ def make_schedule(
         first_token = 0 if is_moving else query_offset
         queries = sides(length, shard_length, num_tokens=shard_length, first_token=first_token, is_moving=is_moving)
         earlier = tuple(enumerate(branches[:number])) if is_union else ()
-        return _lay_ways(
-            BranchSchedule(
-                branch,
-                number,
-                queries,
-                keys,
-                is_causal=is_causal,
-                is_general=is_general,
-                earlier_branches=earlier,
-                ulysses_size=ulysses_size,
-            )
+        one = BranchSchedule(
+            branch,
+            number,
+            queries,
+            keys,
+            is_causal=is_causal,
+            is_general=is_general,
+            earlier_branches=earlier,
+            ulysses_size=ulysses_size,
         )
+        return _deal(_lay_ways(one), balance, min_stripe_rows)
 
     return tuple(schedule(number, branch) for number, branch in enumerate(branches))
 
@@ -108,12 +112,18 @@ def _seen_across(branch: Branch, side: Side) -> tuple[int, int]:
 
 
 def _cut(one: BranchSchedule) -> BranchSchedule:
-    """Returns the schedule with shards cut into chunks, and into halves if zigzag has to balance the work."""
+    """Returns the schedule with shards cut into chunks."""
     branch, side = one.branch, one.queries
     if one.is_local and branch.period is not None:
         side = dataclasses.replace(side, chunks="segments")
     elif branch.modulus > 1 and side.shard_length % branch.modulus == 0:
         side = dataclasses.replace(side, chunks="phases")
-    if one.is_causal and not one.is_local and one.is_one_segment:
-        side = dataclasses.replace(side, halves=2)
     return dataclasses.replace(one, queries=side, keys=side)
+
+
+def _deal(one: BranchSchedule, balance: Balance, min_stripe_rows: int) -> BranchSchedule:
+    """Returns the schedule whose shards deal their rows."""
+    rows = min(one.queries.chunk_rows, one.keys.chunk_rows)
+    if balance == "stripes" and one.can_deal_stripes and rows >= min_stripe_rows * one.ring_size:
+        return one.in_stripes(min(one.queries.max_block_rows, MAX_STRIPE_ROWS))
+    return one if balance == "none" else one.in_zigzag()

@@ -1,4 +1,4 @@
-"""The schedule of a branch: which shards see each other's rows, how rows get there, and how zigzag balances the work.
+"""The schedule of a branch: which shards see each other's rows, how rows get there, and how work is balanced.
 
 All are integers. Methods of shards or rows use arithmetic operators only, so that the same line serves Python integers,
 NumPy arrays (the tests) and traced JAX integers (the shard's own number inside shard_map).
@@ -16,6 +16,8 @@ from ringjax._schedule.side import Side
 # How the results of branches are added: one by one, each to its rows; at once, dense branches in one pass over tokens;
 # or in place, by kernels that start from the sums of earlier branches, which costs no more than to start from nothing.
 Addition = Literal["one by one", "at once", "in place"]
+# How the shards of a ring balance their work.
+Balance = Literal["none", "zigzag", "stripes"]
 
 
 class Rotation(NamedTuple):
@@ -67,8 +69,9 @@ class BranchSchedule:
     this branch. `strategy` says how rows are sent, `implementation` what computes them, and `addition` how results are
     added to those of other branches, see `Addition`. The backward needs `residual_bytes` for each row of a query head
     besides the query; None stands for those of XLA's tiles. If `rotates_queries`, the backward streams queries, not
-    keys. If `sorts_halves`, the two zigzag halves of a shard are sorted by position. `tile_rows` has the most rows of
-    its tiles of queries and of keys, if tiles do not end with chunks.
+    keys. The shards of a ring deal their rows as `balance` says; if a shard `sorts_halves`, its two zigzag halves are
+    sorted by position. `tile_rows` has the most rows of its tiles of queries and of keys, if tiles do not end with
+    chunks.
     """
 
     branch: Branch
@@ -84,6 +87,7 @@ class BranchSchedule:
     ulysses_size: int = 1
     exchanges_rows: bool = False
     rotates_queries: bool = False
+    balance: Balance = "none"
     sorts_halves: bool = True
     strategy: str = "ring"
     implementation: str = "xla"
@@ -118,7 +122,8 @@ class BranchSchedule:
     def of_devices(self) -> "BranchSchedule":
         """Returns the schedule in which each device is a shard of its own: as rows lie before they are exchanged."""
         queries, keys = self.queries.of_devices(self.ulysses_size), self.keys.of_devices(self.ulysses_size)
-        return dataclasses.replace(self, queries=queries, keys=keys, ulysses_size=1, exchanges_rows=False)
+        lone = {"ulysses_size": 1, "exchanges_rows": False, "balance": "none"}
+        return dataclasses.replace(self, queries=queries, keys=keys, **lone)
 
     @property
     def can_exchange_rows(self) -> bool:
@@ -207,22 +212,51 @@ class BranchSchedule:
         """Whether no row is padding, and all rows that are computed together share a segment."""
         return self.queries.is_full and self.is_one_segment
 
+    # In each step of a ring all shards wait for the one that computes most. So shards deal their rows, compute those
+    # that they get, and deal the results back: masks are made from positions, and allow any order of rows.
+    #
     # Zigzag: in a causal ring a later shard sees more keys, and in each step all of them or none. So each shard cuts
     # its padded rows into halves: shard j of g holds halves 2j and 2j + 1, and swaps the second with shard g - 1 - j.
     # It then has halves 2j and 2(g-1-j) + 1. For two shards j and i, half 2j is after 2i, or 2(g-1-j) + 1 is after
     # 2(g-1-i) + 1, never both, and likewise for the other two pairs: in each step each shard computes two whole halves,
-    # in the first step one whole half and two triangles. Masks made from positions allow any order of the halves;
-    # kernels that mask by row index get them sorted.
+    # in the first step one whole half and two triangles. Kernels that mask by row index get the halves sorted.
+    #
+    # Stripes: with packed documents a shard sees few others, and most steps have work for few shards. So each shard
+    # cuts its padded rows into stripes, as many as a multiple of g, and deals them round robin: stripe i goes to shard
+    # i mod g. Shard j then has every g-th stripe of the ring, in order: its part of every document, and in each step
+    # about as much work as the others. All rows but 1/g of them are sent, where zigzag sends half.
 
     @property
     def is_zigzag(self) -> bool:
         """Whether shards swap halves to compute."""
-        return self.queries.halves > 1
+        return self.balance == "zigzag"
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether shards compute rows of others, and these theirs."""
+        return self.balance != "none"
+
+    @property
+    def can_deal_stripes(self) -> bool:
+        """Whether the rows of a ring can be dealt in stripes: they go all the way around, in rings of one size."""
+        return bool(self.key_rotations) and self.is_closed and self.num_shards % self.ring_size == 0
+
+    def in_stripes(self, most_rows: int, multiple: int = 1) -> "BranchSchedule":
+        """Returns the schedule that deals stripes, of at most so many rows and of a multiple of `multiple`."""
+        deal = lambda side: side.in_stripes(self.ring_size, most_rows, multiple)
+        return dataclasses.replace(self, balance="stripes", queries=deal(self.queries), keys=deal(self.keys))
+
+    def in_zigzag(self) -> "BranchSchedule":
+        """Returns the schedule that swaps halves where these balance a causal ring, and else deals nothing."""
+        is_zigzag = self.is_causal and not self.is_local and self.is_one_segment
+        cut = lambda side: dataclasses.replace(side, parts=1 + is_zigzag, row_multiple=1)
+        balance = "zigzag" if is_zigzag else "none"
+        return dataclasses.replace(self, balance=balance, queries=cut(self.queries), keys=cut(self.keys))
 
     @property
     def continues(self) -> bool:
         """Whether the branch adds to sums of earlier branches in place: its rows are all tokens, in token order."""
-        are_in_order = self.queries.chunks != "phases" and not self.is_zigzag
+        are_in_order = self.queries.chunks != "phases" and not self.is_dealt
         return self.addition == "in place" and self.branch.keeps_all and are_in_order
 
     def partner(self, shard: Any) -> Any:
@@ -235,11 +269,16 @@ class BranchSchedule:
         first, size = self.ring(shard)
         return 2 * (shard - first) + 1 > size
 
-    def origin(self, shard: Any, row: Any) -> tuple[Any, Any]:
-        """Returns the shard and the row that hold what `shard` computes in `row`."""
-        if not self.is_zigzag:
+    def origin(self, shard: Any, row: Any, side: Side) -> tuple[Any, Any]:
+        """Returns the shard and the row that hold what `shard` computes in `row` of a chunk of this side."""
+        if not self.is_dealt:
             return shard, row
-        half = self.queries.num_padded_rows // 2
+        if self.balance == "stripes":
+            first, size = self.ring(shard)
+            stripe, own = row // side.part_rows, side.parts // size  # those from each shard
+            dealt = remainder(stripe, own) * size + (shard - first)
+            return first + stripe // own, dealt * side.part_rows + remainder(row, side.part_rows)
+        half = side.part_rows
         if not self.sorts_halves:
             return shard + (row >= half) * (self.partner(shard) - shard), row
         is_swapped = (row >= half) != self.is_late(shard)

@@ -25,8 +25,8 @@ class Side:
 
     These tokens are cut into chunks: one (`"whole"`), `"segments"` that lie inside the shard, or `"phases"`, tokens a
     rate apart. A chunk attends to itself and, on other shards, to the chunk of its number. It has `chunk_rows` padded
-    rows for the rows that a head keeps; padding is masked. The rows of a chunk are computed in blocks, an even number
-    of them if its `halves` go to different shards; short chunks share a tile.
+    rows for the rows that a head keeps; padding is masked. The rows of a chunk are computed in blocks of a multiple of
+    `row_multiple` rows, in each of its equal `parts`, which may go to different shards; short chunks share a tile.
     """
 
     branch: Branch
@@ -39,7 +39,8 @@ class Side:
     begin: int = 0
     num_tokens: int = 0
     chunks: Literal["whole", "segments", "phases"] = "whole"
-    halves: int = 1
+    parts: int = 1
+    row_multiple: int = 1
     of_tile: int | None = None  # the chunks per tile, if they have to match other tiles of the shard
 
     def at(self, first_token: Any) -> "Side":
@@ -166,12 +167,17 @@ class Side:
     @property
     def num_blocks(self) -> int:
         """The number of blocks of a chunk."""
-        return self.halves * -(-self.chunk_rows // (self.halves * self.max_block_rows))
+        return self.parts * -(-self.chunk_rows // (self.parts * self.max_block_rows))
 
     @property
     def block_rows(self) -> int:
         """The number of padded rows of a block."""
-        return -(-self.chunk_rows // self.num_blocks)
+        return self.row_multiple * -(-self.chunk_rows // (self.row_multiple * self.num_blocks))
+
+    @property
+    def part_rows(self) -> int:
+        """The number of padded rows of a part of a chunk."""
+        return self.num_blocks // self.parts * self.block_rows
 
     @functools.cached_property
     def chunks_per_tile(self) -> int:
@@ -219,11 +225,31 @@ class Side:
         num_groups = _greatest_divisor(self.num_chunks, max(1, self.num_chunks * self.chunk_length // least_tokens))
         return dataclasses.replace(self, of_tile=self.num_chunks // num_groups)
 
+    def in_stripes(self, num_shards: int, most_rows: int, multiple: int) -> "Side":
+        """Returns the side in stripes of at most so many rows, as many for each of the shards that share them.
+
+        The rows of a stripe are a multiple of `multiple`. Padding adds at most an eighth where such stripes exist.
+        """
+        rows = self.chunk_rows
+        count = -(-rows // (num_shards * most_rows))  # of a shard for each shard
+        while (size := multiple * -(-rows // (multiple * num_shards * count))) > multiple:
+            if 8 * num_shards * count * size <= 9 * rows:
+                break
+            count += 1
+        return dataclasses.replace(self, parts=num_shards * count, row_multiple=multiple)
+
     def of_devices(self, ulysses_size: int) -> "Side":
         """Returns the side on which each device of a shard is a shard of its own, with one whole chunk."""
         length, count = self.shard_length // ulysses_size, self.num_shards * ulysses_size
         return dataclasses.replace(
-            self, shard_length=length, num_tokens=length, num_shards=count, chunks="whole", halves=1, of_tile=None
+            self,
+            shard_length=length,
+            num_tokens=length,
+            num_shards=count,
+            chunks="whole",
+            parts=1,
+            row_multiple=1,
+            of_tile=None,
         )
 
     def of_group(self) -> "Side":

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from ringjax._schedule.schedule import Schedules
+from ringjax._schedule.schedule import Balance, Schedules
 
 StrategyName = Literal["ring", "all_gather", "all_to_all"]
 Strategy = StrategyName | Literal["auto"] | Sequence[StrategyName]
@@ -37,6 +37,17 @@ def check_strategy(argument: str, strategy: Any) -> None:
         if name not in OF_BRANCHES:
             known = ", ".join(map(repr, OF_BRANCHES))
             raise ValueError(f"{argument}={strategy!r} has {name!r}: use one of {known} for each branch")
+
+
+def check_balance(argument: str, balance: Any) -> None:
+    """Checks how rings balance their work, None for the default.
+
+    Raises:
+      ValueError: naming the argument, its value and the remedy.
+    """
+    if balance is not None and not (isinstance(balance, str) and balance in get_args(Balance)):
+        known = ", ".join(map(repr, get_args(Balance)))
+        raise ValueError(f"{argument}={balance!r} is unknown: use one of {known}, or None for the default")
 
 
 def read_strategy(strategy: Any, num_branches: int) -> str | tuple[str, ...]:

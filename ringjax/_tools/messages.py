@@ -40,7 +40,7 @@ def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) ->
 
 def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """Yields the messages of a ring: keys forward; backward keys, or queries if lighter, with gradients."""
-    yield from _swaps(work, schedule, has_gradient, with_keys=True)
+    yield from _dealing(work, schedule, has_gradient, with_keys=True)
     yield from _of_rotations("forward", schedule, schedule.key_rotations, schedule.keys, work.keys_row(schedule))
     if has_gradient:
         row = work.row_bytes(schedule)
@@ -64,7 +64,7 @@ def _of_rotations(
 
 def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
     """Yields the messages of a gather: keys, again in the backward, and gradients summed where their keys are."""
-    yield from _swaps(work, schedule, has_gradient, with_keys=False)
+    yield from _dealing(work, schedule, has_gradient, with_keys=False)
     size = schedule.gather_size
     of_others = schedule.keys.num_padded_rows * (size - 1)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
@@ -75,31 +75,36 @@ def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iter
         yield Message("backward", "reduce_scatter", keys_grad * of_others, size * schedule.ulysses_size)
 
 
-def _swaps(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
-    """Yields the messages of zigzag: the halves that shards swap, and the results that they swap back."""
-    if not schedule.is_zigzag:
+def _dealing(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
+    """Yields the messages of rows that shards deal, and of results that they deal back."""
+    if not schedule.is_dealt:
         return
     heads, _ = work.heads_of(schedule)
     is_added = len(work.pattern.branches) > 1
     result = work.sum_itemsize if is_added else work.itemsize
     has_lse = has_gradient or work.needs_lse or is_added or (work.has_order and schedule.ulysses_size > 1)
-    swap = functools.partial(_swap, schedule)
-    # Documents, which are the same for queries and keys, are swapped once.
-    documents = work.documents(schedule)
+    deal = functools.partial(_deal, schedule)
+    # Documents, which are the same for queries and keys, are dealt once in each direction.
+    documents = 0 if schedule.is_general else work.documents(schedule)
     keys = with_keys * (work.keys_row(schedule) - documents)
-    yield swap("forward", work.query_row(schedule) + keys)
-    yield swap("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
+    yield deal("forward", work.query_row(schedule), keys)
+    yield deal("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
     if has_gradient:
         row = work.row_bytes(schedule)
         of_keys = work.sum_itemsize if work.repeats_heads(schedule.ulysses_size) else result
-        grads = row.query_grad * result + with_keys * row.keys_grad * of_keys
-        yield swap("backward", row.queries - documents + keys)
-        yield swap("backward", grads // work.sum_itemsize)
+        query_grad, keys_grad = row.query_grad * result, with_keys * row.keys_grad * of_keys
+        yield deal("backward", row.queries, keys)
+        yield deal("backward", query_grad // work.sum_itemsize, keys_grad // work.sum_itemsize)
 
 
-def _swap(schedule: BranchSchedule, direction: Direction, row: int) -> Message:
-    distance = schedule.ulysses_size * (schedule.ring_size - 1)
-    return Message(direction, "permute", row * (schedule.queries.num_padded_rows // 2), distance)
+def _deal(schedule: BranchSchedule, direction: Direction, query_row: int, keys_row: int = 0) -> Message:
+    size, devices = schedule.ring_size, schedule.ulysses_size
+    sent = 2 if schedule.is_zigzag else size  # all rows of a shard but one part in so many
+    queries, keys = (side.num_padded_rows // sent * (sent - 1) for side in (schedule.queries, schedule.keys))
+    num_bytes = query_row * queries + keys_row * keys
+    if schedule.is_zigzag:
+        return Message(direction, "permute", num_bytes, devices * (size - 1))
+    return Message(direction, "all_to_all", num_bytes, devices * size)
 
 
 def exchange_messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:

@@ -20,7 +20,7 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     In very long shards, a sample of evenly spaced tokens is counted and scaled up.
     """
     side = schedule.queries
-    if schedule.is_zigzag:  # a triangle of all rows of the ring, in equal parts
+    if _is_triangle(schedule):  # of all rows of the ring, in equal parts
         rows = side.chunk_rows * schedule.ring_size
         return rows * (rows + 1) // (2 * schedule.ring_size)
     distinct, counts = np.unique(offsets, return_counts=True)
@@ -53,10 +53,19 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
         blocks = queries.num_blocks // 2
         tiles = blocks * (2 * blocks + 1) + (schedule.ring_size - 1) * 2 * blocks**2
         return tiles * num_rows * keys.block_rows
+    if _is_triangle(schedule):
+        # The last shard has every g-th block of the ring, the last one too.
+        blocks, size = queries.num_blocks, schedule.ring_size
+        return blocks * size * (blocks + 1) // 2 * num_rows * keys.block_rows
     distinct = np.unique(offsets)
     distinct = distinct[:: 1 + distinct.size // _MOST_OFFSETS]
     shards = range(queries.num_shards) if queries.num_shards <= _MOST_SHARDS else _extreme_shards(queries)
     return max(_tile_pairs_of(schedule, shard, distinct) for shard in shards) * num_rows
+
+
+def _is_triangle(schedule: BranchSchedule) -> bool:
+    """Returns whether shards share the work of a causal ring in equal parts."""
+    return schedule.is_zigzag or (schedule.is_dealt and schedule.is_causal and schedule.is_one_segment)
 
 
 def _extreme_shards(side: Side) -> set[int]:
