@@ -18,6 +18,7 @@ CLAIMS = {
     "ring_speed": "A ring of eight runs near the rate of one device, ahead of its peers",
     "row_costs": "Selecting rows and merging branches costs little, and short segments keep up with a batched einsum",
     "features": "Documents cost what their pairs cost, a union less than its branches",
+    "balance": "Packed documents keep all devices of a ring busy in each step, to a few percent",
     "decoding": "A token over a sharded cache takes what a plain softmax takes, and little where it sees few keys",
     "scaling": "Programs for 32 devices are as large as those for 8 where both have the same rings, and add no error",
     "plan_accuracy": "The planner sends what the compiler does, and puts strategies in the order of the clock",

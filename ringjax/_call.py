@@ -32,6 +32,7 @@ class Call:
       is_causal: whether queries see no later keys.
       exchange_size: how many devices exchange tokens for heads, None if the caller does not say.
       implementation: the implementation, None if the caller does not say.
+      packings: sequences of packed documents, if the planner is told of these.
     """
 
     request: Request
@@ -47,6 +48,7 @@ class Call:
     is_causal: bool
     exchange_size: int | None = None
     implementation: str | None = None
+    packings: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, asked: Any, request: Request, pattern: DilatedPattern, **sizes: Any) -> "Call":
@@ -73,6 +75,7 @@ class Call:
             needs_lse=self.request.needs_lse,
             kv_itemsizes=(key.dtype.itemsize, value.dtype.itemsize),
             has_order=self.request.orders_collectives,
+            packings=self.packings,
         )
 
     @functools.cached_property

@@ -244,7 +244,7 @@ def test_commands_of_the_guide_to_planning(capsys):
     commands = re.findall(r"^    ringjax (plan (?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE) + re.findall(
         r"`ringjax (plan [^`]*)`", README + notebook
     )
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         assert main(command.replace("\\\n", " ").split()) == 0
         assert "Take " in capsys.readouterr().out

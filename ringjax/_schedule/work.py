@@ -5,7 +5,7 @@ B batch, N query heads of a device, K key/value heads, H and V the widths.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class Work:
       batch, num_heads, width, value_width: what a device has of B, N, H and V.
       itemsize, sum_itemsize: the bytes of an element of the arrays, and of sums.
       kv_itemsizes: the bytes of an element of keys, and of values; by default `itemsize`.
+      packings: sequences of packed documents, to count their pairs; without any, all tokens are of one document.
       has_order: whether collectives wait for each other, as on CPUs: then XLA eliminates no unused one.
       head_parts: the devices that heads are cut over, besides those of the sequence.
       document_itemsize: the bytes of a document number, 0 without documents.
@@ -54,6 +55,7 @@ class Work:
     needs_lse: bool = False
     kv_itemsizes: tuple[int, int] | None = None
     has_order: bool = False
+    packings: tuple[Any, ...] = ()
 
     @property
     def kv_bytes(self) -> int:

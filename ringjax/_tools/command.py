@@ -15,14 +15,17 @@ from ringjax._pattern.branch import Branch, Segments, Window
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._tools.comparison import Comparison, wrap
 from ringjax._tools.machine import MACHINES
+from ringjax._tools.packing import draw_lengths
 from ringjax._tools.plan import FEATURES, plan
 from ringjax._version import find_version
 
 _PICTURES = ".png", ".svg", ".pdf"
+_SIGMA = 1.2  # of the logarithm of the lengths of documents
 _UNITS = {"k": 2**10, "m": 2**20}
 # The flags for the arguments of `plan`.
 _FLAGS = {"num_tokens": "--tokens", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "is_causal": "--causal"}
 _OWN = "head_dim", "value_dim", "batch_size", "dtype", "features", "mesh", "axis_name", "node_size", "device"
+_FLAGS["document_lengths"] = "--documents"
 _FLAGS |= {name: "--" + name.replace("_", "-") for name in (*_OWN, "exchange_size")}
 
 
@@ -134,6 +137,7 @@ def _add_plan(commands: Any) -> None:
     add("--head-dim", type=count_of, default=128, help="width of queries and keys")
     add("--value-dim", type=count_of, help="width of values, that of queries by default")
     add("--batch-size", type=count_of, default=1, help="sequences on the whole mesh")
+    add("--documents", metavar="LENGTHS", help="of packed documents: a file of one a line, or lognormal:MEDIAN[:SIGMA]")
     add("--dtype", default="bfloat16", help="dtype of the arrays")
     add("--causal", action="store_true", help="queries see no later keys")
     add("--union", action="store_true", help="a pair counts once, however many branches hold it")
@@ -271,6 +275,27 @@ def print_plan(options: argparse.Namespace) -> None:
         plot_plans(lambda **sizes: _compare(options, **sizes), options.plot)
 
 
+def _read_lengths(documents: str | None, num_tokens: int) -> list[int] | None:
+    """Returns the lengths of documents: those in a file, or random ones such as lognormal:8k:1.2 describes.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    if documents is None:
+        return None
+    kind, _, numbers = documents.partition(":")
+    try:
+        if kind == "lognormal":
+            median, _, sigma = numbers.partition(":")
+            return draw_lengths(count_of(median), float(sigma or _SIGMA), num_tokens)
+        return [count_of(line.strip()) for line in Path(documents).read_text().splitlines() if line.strip()]
+    except (argparse.ArgumentTypeError, ValueError, OSError) as error:
+        raise ValueError(
+            f"--documents {documents}: {error}: give a file with one length a line, or lognormal:MEDIAN[:SIGMA] such "
+            "as lognormal:8k:1.2"
+        ) from None
+
+
 def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_devices: int | None = None) -> Comparison:
     mesh = dict(options.mesh)
     if num_devices is not None:
@@ -286,6 +311,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
             head_dim=options.head_dim,
             value_dim=options.value_dim,
             batch_size=options.batch_size,
+            document_lengths=_read_lengths(options.documents, options.tokens if num_tokens is None else num_tokens),
             dtype=options.dtype,
             is_causal=options.causal,
             features=options.features,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ringjax._call import Call
 from ringjax._kernels.implementation import NAME_OF
+from ringjax._pattern.branch import Window
 from ringjax._pattern.pattern import DilatedPattern, Reach
 from ringjax._pattern.reach_warning import find_problem
 from ringjax._schedule.strategy import OF_BRANCHES
@@ -51,6 +52,8 @@ class Comparison:
         return {
             "strategy": one.strategy,
             "exchange_size": max(schedule.ulysses_size for schedule in one.implemented),
+            "balance": "+".join(dict.fromkeys(one.balance for one in one.implemented if one.is_dealt)) or "none",
+            "busiest_over_mean": one.in_step,
             "hops": hops,
             "messages": sum(message.times for message in one.messages),
             "bytes_forward": one.num_bytes("forward"),
@@ -99,7 +102,7 @@ class Comparison:
         """The recommendation in a sentence."""
         if not any(one.messages for one in self.forecasts):
             return f'Nothing has to travel: all strategies do the same, take the default, "ring".{self._what_fits()}'
-        return f"Take {self._beside_others()}.{self._which_mesh()}{self._what_fits()}"
+        return f"Take {self._beside_others()}.{self._which_mesh()}{self._which_window()}{self._what_fits()}"
 
     def _which_mesh(self) -> str:
         """Returns a sentence on how to lay out a mesh for rings between groups; empty if any mesh serves."""
@@ -108,6 +111,23 @@ class Comparison:
             return ""
         return (
             f" Make the mesh with ringjax.make_mesh(..., exchange_size={size}): else no hop between groups is hidden."
+        )
+
+    def _which_window(self) -> str:
+        """Returns a sentence on a window that sees all pairs of short documents in less time; empty if none does."""
+        call, branches = self.call, self.call.pattern.branches
+        if not call.packings or len(branches) > 1 or not branches[0].keeps_all:
+            return ""
+        longest = max(packing.longest for packing in call.packings)
+        if 2 * longest > min(branches[0].extent, call.num_keys):
+            return ""
+        of_window = dataclasses.replace(call, pattern=DilatedPattern([Window(longest)]))
+        other = choose(of_window, self.machine, self.has_gradient)
+        if other.seconds > 0.95 * self.best.seconds:
+            return ""
+        return (
+            f" Or, as no document has more than {longest:,} tokens, pattern=[ringjax.Window({longest})], which sees "
+            f'the same: the bound of its "{other.strategy}" is {_time(other.seconds)}.'
         )
 
     def _beside_others(self) -> str:
@@ -201,9 +221,17 @@ class Comparison:
             f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.",
             f"Times are {times}.",
         ]
+        if call.packings:
+            count = sum(len(packing.starts) for packing in call.packings)
+            title.append(
+                f"Counted in {len(call.packings)} sequence{'s' if len(call.packings) > 1 else ''} of {count:,} packed "
+                "documents. In each step of a ring all devices wait for the busiest."
+            )
         labels = {
             "strategy": "strategy",
             "exchange": "exchange_size",
+            "balance": "balance",
+            **({"busiest over the mean": "busiest_over_mean"} if call.packings else {}),
             "hops": "hops",
             "messages": "messages",
             "sent forward": "bytes_forward",
@@ -277,6 +305,8 @@ def _cell(key: str, value: Any) -> str:
         return "mixed"
     if key.startswith("seconds"):
         return _time(value) if value else "-"
+    if key == "busiest_over_mean":
+        return f"{value:.2f}"
     if key.startswith("bytes"):
         return mebibytes(value) if value else "-"
     return str(value)

@@ -19,6 +19,7 @@ from ringjax._schedule.work import Work
 from ringjax._tools.machine import Machine, known_machine
 from ringjax._tools.memory import Memory, bound_memory
 from ringjax._tools.messages import Direction, Message, branch_messages, exchange_messages
+from ringjax._tools.packing import in_step, num_packed_pairs, num_packed_tile_pairs
 from ringjax._tools.pairs import num_kept_pairs, num_tile_pairs
 
 
@@ -47,7 +48,9 @@ class Forecast:
       schedules: the schedule of each branch.
       implemented: the same schedules, in the tiles of their implementations.
       messages: what each device sends.
-      pairs: the pairs of queries and keys that the busiest device keeps, over its batch and heads.
+      pairs: the pairs of queries and keys that the busiest device keeps, over its batch and heads; with packed
+        documents the sum over ring steps of what the busiest device of each step keeps.
+      in_step: those over the pairs of an average device, in packed documents; else 1.
       computed: the pairs that it computes for these: all pairs of active tiles, if tiles are computed as a whole.
       operations: the operations of their products, forward and of the gradient.
       memory: bounds of the bytes that it holds at the peak.
@@ -59,6 +62,7 @@ class Forecast:
     implemented: Schedules
     messages: tuple[Message, ...]
     pairs: int
+    in_step: float
     computed: int
     operations: tuple[int, int]
     memory: Memory
@@ -116,12 +120,14 @@ def forecast(call: Call, strategy: str | tuple[str, ...], machine: Machine, has_
     }
     forward = sum(_operations(call.work, schedule, "forward") for schedule in implemented)
     backward = sum(_operations(call.work, schedule, "backward") for schedule in implemented) if has_gradient else 0
+    pairs = sum(_num_heads(call.work, schedule) * _kept(call.work, schedule) for schedule in implemented)
     return Forecast(
         strategy,
         schedules,
         implemented,
         tuple(sum(of_branches, of_exchange)),
-        sum(_num_heads(call.work, schedule) * _kept(call.work, schedule) for schedule in implemented),
+        pairs,
+        pairs / max(1, sum(_num_heads(call.work, schedule) * _mean(call.work, schedule) for schedule in implemented)),
         sum(_computed(call.work, schedule) for schedule in implemented),
         (forward, backward),
         bound_memory(call.work, implemented, has_gradient),
@@ -170,13 +176,25 @@ def _operations(work: Work, schedule: BranchSchedule, direction: Direction) -> i
 
 def _computed(work: Work, schedule: BranchSchedule) -> int:
     """Returns the number of pairs that are computed, over batch and heads."""
-    count = (
-        num_tile_pairs(schedule, work.offsets(schedule)) if schedule.implementation == "xla" else _kept(work, schedule)
-    )
+    if schedule.implementation != "xla":
+        count = _kept(work, schedule)
+    elif work.packings:
+        count = num_packed_tile_pairs(schedule, work.packings)
+    else:
+        count = num_tile_pairs(schedule, work.offsets(schedule))
     return _num_heads(work, schedule) * count
 
 
 def _kept(work: Work, schedule: BranchSchedule) -> int:
+    """Returns the pairs that a device keeps, of a head; with documents as if all kept as many as the busiest ones."""
+    mean = _mean(work, schedule)
+    return int(mean * in_step(schedule, work.packings)) if work.packings else mean
+
+
+def _mean(work: Work, schedule: BranchSchedule) -> int:
+    """Returns the pairs that an average device keeps in packed documents, of a head, or else the busiest one."""
+    if work.packings:
+        return num_packed_pairs(schedule, work.offsets(schedule), work.packings)
     return num_kept_pairs(schedule, work.offsets(schedule))
 
 

@@ -20,6 +20,7 @@ from ringjax._pattern.other_names import OF_MAKING
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._tools.comparison import Comparison, compare
 from ringjax._tools.machine import Machine, find_machine
+from ringjax._tools.packing import pack
 
 FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
 # Bounds of what a plan counts one by one; everything else is at most 2^20.
@@ -40,6 +41,7 @@ def plan(
     head_dim: int = 128,
     value_dim: int | None = None,
     batch_size: int = 1,
+    document_lengths: Sequence[int] | None = None,
     dtype: Any = "bfloat16",
     features: Sequence[str] = (),
     mesh: Mapping[str, int] | jax.sharding.Mesh | jax.sharding.AbstractMesh | int = 8,
@@ -60,6 +62,8 @@ def plan(
       head_dim: the width of queries and keys.
       value_dim: the width of values; `head_dim` by default.
       batch_size: the number of sequences on the whole mesh.
+      document_lengths: the tokens of each document, if several are packed into a sequence, in order: then only pairs
+        of one document are counted, and a ring takes as long as the busiest device of each step.
       dtype: the dtype of the arrays.
       features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
       mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
@@ -88,6 +92,7 @@ def plan(
     """
     asked = read_options(PlanOptions, options, OF_MAKING, "plan")
     asked.pattern = pattern
+    packings = ()
     pattern = pattern_of(asked)
     if isinstance(features, str):
         raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
@@ -106,6 +111,8 @@ def plan(
     head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis != axis_name)
     batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
     _check_parts(counts, head_parts, batch_parts, head_axes)
+    if document_lengths is not None:
+        packings, features = pack(document_lengths, num_tokens), ("document_ids", *features)
     machine = find_machine(device)
     if node_size is not None:
         machine = dataclasses.replace(machine, node_size=int(node_size))
@@ -130,6 +137,7 @@ def plan(
         num_heads=num_heads // head_parts,
         num_unmapped=1,
         document_itemsize=4 * ("document_ids" in features),
+        packings=packings,
     )
     return compare(call, machine, has_gradient, axis_name, _spec(sizes, axis_name, head_axes))
 
