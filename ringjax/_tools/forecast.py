@@ -139,16 +139,18 @@ def forecast(call: Call, strategy: str | tuple[str, ...], machine: Machine, has_
 def choose(call: Call, machine: Machine, has_gradient: bool = True) -> Forecast:
     """Returns the forecast of least time, with one strategy for all branches or one for each.
 
-    Forecasts that may fit the machine's memory come before those that cannot. The first of equal forecasts wins, so
-    that the same call always gets the same strategy. Starting from the best strategy for all, each branch in turn takes
-    another one if that is better, given those of the other branches.
+    Forecasts that may fit the machine's memory come before those that cannot. Of equal forecasts the one with more
+    rings wins, or else the first, so that the same call always gets the same strategy. Starting from the best strategy
+    for all, each branch in turn takes another one if that is better, given those of the other branches.
     """
-    cost = lambda one: (one.memory.at_least > machine.memory, one.seconds)
-    best = min(all_forecasts(call, machine, has_gradient), key=cost)
     count = len(call.pattern.branches)
+    names_of = lambda one: (one.strategy,) * count if isinstance(one.strategy, str) else one.strategy
+    is_large = lambda one: one.memory.at_least > machine.memory
+    cost = lambda one: (is_large(one), one.seconds, sum(name != "ring" for name in names_of(one)))
+    best = min(all_forecasts(call, machine, has_gradient), key=cost)
     if count == 1:
         return best
-    names: list[str] = [best.strategy] * count
+    names = list(names_of(best))
     for number, name in itertools.product(range(count), OF_BRANCHES):
         strategy = (*names[:number], name, *names[number + 1 :])
         if len({*strategy}) > 1 and call.obstacle(call.schedules(strategy)) is None:

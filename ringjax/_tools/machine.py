@@ -25,6 +25,8 @@ class Machine:
       network_bandwidth: the bytes in a second, one way, from a device to those of other nodes.
       node_size: the number of devices that links connect.
       is_grid: whether links connect only neighboring devices, so that longer distances take several links.
+      dimensions: those of the grid, in each of which a device has two neighbors: its devices are taken to be a cube,
+        whose opposite sides are linked.
       latency: the seconds that a message takes, however short.
       pair_seconds: the seconds that a pair takes besides its products, such as for its exponential; 0 if products of
         other pairs hide them.
@@ -40,6 +42,7 @@ class Machine:
     network_bandwidth: float
     node_size: int
     is_grid: bool = False
+    dimensions: int = 1
     latency: float = 0.0
     pair_seconds: float = 0.0
     is_measured: bool = False
@@ -69,12 +72,20 @@ class Machine:
         seconds, distance = message.num_bytes / self.link_bandwidth, message.distance
         if not self.is_grid:
             return seconds
-        # On a ring of neighbors, a message takes every link on the shorter way to its destination.
         if message.collective == "permute":
-            return seconds * min(distance, max(1, num_devices // 2))
+            # It takes every link on the shortest way, and no way is longer than half of each side of the cube.
+            dimensions, side = self._cube(num_devices)
+            return seconds * min(distance, max(1.0, dimensions * side / 2))
+        dimensions, side = self._cube(distance)
         if message.collective == "all_to_all":
-            return seconds / max(1, distance - 1) * max(1.0, distance**2 / 8)
-        return seconds / 2
+            # Of each device's messages, also to itself, a quarter of the side passes the two links of a dimension.
+            return seconds * distance / max(1, distance - 1) * max(1 / distance, side / 8)
+        return seconds / (2 * dimensions)
+
+    def _cube(self, num_devices: int) -> tuple[int, float]:
+        """Returns the dimensions and the side of a cube of so many devices; few devices have fewer dimensions."""
+        dimensions = min(self.dimensions, max(1, num_devices.bit_length() - 1))
+        return dimensions, num_devices ** (1 / dimensions)
 
     def _across(self, message: Message) -> float:
         if message.collective in ("permute", "all_to_all"):
@@ -89,9 +100,12 @@ def _gpu(name: str, half: float, single: float, gibibytes: int, memory: float, l
     return Machine(name, "cuda", operations, gibibytes * 2**30, memory, link, network, node_size=8, latency=5e-6)
 
 
-def _tpu(name: str, half: float, gibibytes: int, memory: float, link: float, network: float, size: int) -> Machine:
+def _tpu(
+    name: str, half: float, gibibytes: int, memory: float, link: float, network: float, size: int, dimensions: int
+) -> Machine:
     operations = {2: half, 4: half / 6}  # a float32 product takes six bfloat16 ones
-    return Machine(name, "tpu", operations, gibibytes * 2**30, memory, link, network, size, is_grid=True, latency=1e-6)
+    sizes = {"node_size": size, "is_grid": True, "dimensions": dimensions}
+    return Machine(name, "tpu", operations, gibibytes * 2**30, memory, link, network, **sizes, latency=1e-6)
 
 
 # The vendors' figures: dense products, one direction of links. Networks have one 400 Gb/s card for each GPU (200 for
@@ -103,9 +117,9 @@ MACHINES = {
         _gpu("H100", 989e12, 67e12, 80, 3.35e12, 450e9, 50e9),
         _gpu("H200", 989e12, 67e12, 141, 4.8e12, 450e9, 50e9),
         _gpu("B200", 2250e12, 75e12, 180, 8e12, 900e9, 50e9),
-        _tpu("v5e", 197e12, 16, 0.82e12, 45e9, 12.5e9, 256),
-        _tpu("v5p", 459e12, 95, 2.77e12, 90e9, 12.5e9, 8960),
-        _tpu("v6e", 918e12, 32, 1.64e12, 90e9, 12.5e9, 256),
+        _tpu("v5e", 197e12, 16, 0.82e12, 45e9, 12.5e9, 256, 2),
+        _tpu("v5p", 459e12, 95, 2.77e12, 90e9, 12.5e9, 8960, 3),
+        _tpu("v6e", 918e12, 32, 1.64e12, 90e9, 12.5e9, 256, 2),
         # One of many cores; `ringjax plan --measure` writes the figures of this machine.
         Machine("cpu", "cpu", {4: 50e9, 8: 25e9}, 4 * 2**30, 10e9, 3e9, 1e9, node_size=2**20, latency=1e-4),
     )
@@ -172,8 +186,9 @@ def _check_figures(machine: Machine) -> None:
     for name in ("is_grid", "is_measured"):
         if not isinstance(getattr(machine, name), bool):
             raise ValueError(f"{name} is {getattr(machine, name)!r}, which is neither true nor false")
-    if not isinstance(machine.node_size, int):
-        raise ValueError(f"node_size is {machine.node_size!r}, which is no integer")
+    for name in ("node_size", "dimensions"):
+        if not (isinstance(size := getattr(machine, name), int) and size > 0):
+            raise ValueError(f"{name} is {size!r}, which is no positive integer")
     if not isinstance(machine.name, str) or machine.platform not in ("cuda", "tpu", "cpu"):
         raise ValueError(
             f"name and platform are {machine.name!r} and {machine.platform!r}; platforms are cuda, tpu, cpu"
