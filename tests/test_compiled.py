@@ -147,6 +147,37 @@ def test_what_is_dealt_is_what_the_planner_counts(strategy, balance, gradient):
     assert bytes_sent(text) == stated
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(("length", "key_length", "is_gathered"), [(64, 65536, True), (8192, 8192 + 8, False)])
+def test_few_queries_travel_in_place_of_keys(length, key_length, is_gathered, gradient):
+    """Fewer than a device's keys: each device sends little more than what all queries and their outputs take."""
+    mesh, (heads, kv_heads), width = make_mesh(seq=8), (8, 2), 64
+    sharding = NamedSharding(mesh, P(None, "seq"))
+    shape = lambda *sizes: jax.ShapeDtypeStruct((1, *sizes, width), jnp.float32, sharding=sharding)
+    arrays = shape(length, heads), shape(key_length, kv_heads), shape(key_length, kv_heads)
+    options = {"pattern": [Segments(key_length)], "is_causal": True, "query_offset": key_length - length}
+    attend = functools.partial(ring_dilated_attention, mesh=mesh, **options)
+
+    def gradients(*arrays):
+        out, back = jax.vjp(attend, *arrays)
+        return out, back(out)
+
+    text = jax.jit(gradients if gradient else attend).lower(*arrays).compile().as_text()
+    (explained,) = ringjax.explain(attend, *arrays).calls
+    call, (schedule,) = explained[0].call, explained[0].forecasts[0].implemented
+    assert schedule.gathers_queries == is_gathered
+    stated = collections.Counter()
+    for one in messages(call.work, (schedule,), gradient):
+        stated[KINDS[one.collective]] += one.num_bytes * one.times
+    sent = bytes_sent(text)
+    assert sent == stated
+    assert ("collective-permute" in sent) != is_gathered
+    if is_gathered and not gradient:
+        # Sums of outputs are in float32: twice the bytes of these in bfloat16, where queries would take half.
+        of_both = 2 * (2 * length * heads * width)
+        assert sent["all-to-all"] + sent["all-gather"] / 2 <= 1.5 * of_both
+
+
 def linked_shards(segment_length, rate, length, shards, num_heads):
     """By brute force over tokens: the parts of the shards that segments link, directly or by way of others; the most
     rows that a head keeps on a shard; and whether each segment of more than one shard is made of whole ones."""

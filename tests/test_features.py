@@ -64,6 +64,31 @@ FEATURES = {
     "broadcast dropout": {"dropout_rate": 0.4, "dropout_seed": 3, "broadcast_dropout": True, "query_offset": 5},
     "far queries": {"length": 30, "query_offset": 40, "segment_lengths": (31,), "dilation_rates": (2,), "uses": "lse"},
     "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11, "uses": "both"},
+    "few queries": {"length": 7, "key_length": 61, "query_offset": 54, "documents": "sorted", "uses": "both"},
+    "few queries of a union": {
+        "length": 5,
+        "key_length": 61,
+        "query_offset": 20,
+        "segment_lengths": (61, 20),
+        "dilation_rates": (3, 1),
+        "merge": "union",
+        "is_causal": False,
+        "documents": "mixed",
+        "dropout_rate": 0.4,
+        "dropout_seed": 3,
+        "block_size": 4,
+        "sinks": np.array([2.0, -1.0, 0.0, 5.0]),
+        "uses": "both",
+    },
+    "few queries of windows": {
+        "length": 3,
+        "key_length": 61,
+        "query_offset": 50,
+        "pattern": [Window(9), Window(4, 4)],
+        "logits_soft_cap": 2.0,
+        "block_size": 4,
+        "uses": "lse",
+    },
     "more queries": {"length": 37, "key_length": 13, "documents": "sorted", **STRADDLING},
     "one query": {"length": 1, "key_length": 7, "segment_lengths": (7,), "dilation_rates": (2,), "uses": "lse"},
     "cross-attention with dropout": {
@@ -236,6 +261,7 @@ ON_EXPLICIT_MESHES = {
     "dealt segments",
     "dealt chunks",
     "dealt groups of devices",
+    "few queries of a union",
     "all",
 }
 ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "phases", "windows and segments", "all")
@@ -249,6 +275,7 @@ ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "phases", "windows a
     "exchanged rows-4",
     "dealt segments-4",
     "dealt phases-4",
+    "few queries of a union-4",
     "all-4",
 )
 @pytest.mark.parametrize(

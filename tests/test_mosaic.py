@@ -96,6 +96,7 @@ WITH_ROWS_FIRST = {
     "exchanged groups of heads",
     "dealt segments",
     "dealt chunks",
+    "few queries of a union",
     "all",
 }
 

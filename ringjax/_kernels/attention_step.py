@@ -173,7 +173,7 @@ class AttentionStep(NamedTuple):
     @property
     def is_only(self) -> bool:
         """Whether this step alone computes the sums of its queries."""
-        return not self.continues and (self.schedule.is_local or self.schedule.is_gathered)
+        return not self.continues and self.schedule.has_one_step
 
     @property
     def is_final(self) -> bool:

@@ -128,19 +128,33 @@ class Collectives(NamedTuple):
     def _axis(self, array: Array) -> int:
         return self.rows_axis % array.ndim
 
-    def gather(self, tiles: Any) -> Any:
+    def gather(self, tiles: Any, side: Side) -> Any:
         """Gathers the tiles of all shards that share a segment on each of them, by tile group, then by shard."""
-        parts = self.schedule.gather_size, self.schedule.keys.num_tile_groups
+        parts = self.schedule.gather_size, side.num_tile_groups
         collect = lambda array, axis, **groups: jax.lax.all_gather(array, axis=axis, **groups)
         gathered = self._collect(collect, tiles)
         return jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), gathered)
 
-    def scatter(self, tiles: Any) -> Any:
+    def scatter(self, tiles: Any, side: Side) -> Any:
         """Returns, on each shard, the sum over shards of what they hold for its tiles: the transpose of `gather`."""
-        parts = self.schedule.keys.num_tile_groups, self.schedule.gather_size
+        parts = side.num_tile_groups, self.schedule.gather_size
         by_shards = jax.tree.map(lambda array: _swap_parts(array, self._axis(array), *parts), tiles)
         collect = lambda array, axis, **groups: jax.lax.psum_scatter(array, scatter_dimension=axis, **groups)
         return self._collect(collect, by_shards)
+
+    def send_back(self, tiles: Any, side: Side) -> list[Any]:
+        """Returns, for each shard, what it holds for the tiles of this one, given what this one holds for all."""
+        size = self.schedule.gather_size
+        groups = self.ulysses.groups(self.schedule.gather_groups)
+
+        def send(array: Array) -> Array:
+            axis = self._axis(array)
+            by_shards = _swap_parts(array, axis, side.num_tile_groups, size)
+            parts = by_shards.reshape(*array.shape[:axis], size, -1, *array.shape[axis + 1 :])
+            return exchange(jnp.moveaxis(parts, axis, 0), self.ulysses.axis_name, groups)
+
+        sent = jax.tree.map(send, tiles)
+        return [jax.tree.map(lambda array, shard=shard: array[shard], sent) for shard in range(size)]
 
     def _collect(self, collective: Any, tiles: Any) -> Any:
         if self.schedule.gather_size == 1:

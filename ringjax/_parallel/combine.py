@@ -46,7 +46,11 @@ class Outputs:
     are_final: Sequence[bool]
 
     identity: ClassVar[tuple[float, ...]] = 0.0, -jnp.inf
-    by_strategy: ClassVar[Strategies] = {"ring": ring.forward, "all_gather": gather.forward}
+    by_strategy: ClassVar[Strategies] = {
+        "ring": ring.forward,
+        "all_gather": gather.forward,
+        "gather_queries": gather.forward_of_queries,
+    }
 
     def layouts(self, layout: Layout) -> tuple[Layout, ...]:
         """Returns the layouts of the arrays of a total, given that of queries."""
@@ -72,9 +76,12 @@ class Outputs:
         """Returns the results of a branch on the shards that keep its rows, given those of the shards that compute."""
         implementation = task.implementation
         out, lse = implementation.finish(found)
+        with_width = lambda lse: jnp.expand_dims(lse, width_axis(implementation.rows_axis))
+        if task.schedule.gathers_queries:
+            return gather.add_outputs(task, out, with_width(lse))
         results = *task.narrow([out], task.queries.tokens), lse
         out, lse = task.collectives.deal_back(results, task.queries.side)
-        return out, jnp.expand_dims(lse, width_axis(implementation.rows_axis))
+        return out, with_width(lse)
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
         """Writes the results of a branch to a total that has none yet."""
@@ -103,7 +110,11 @@ class Gradients(Outputs):
     """The gradients of queries, keys and values, as a total of branches."""
 
     identity: ClassVar[tuple[float, ...]] = 0.0, 0.0, 0.0
-    by_strategy: ClassVar[Strategies] = {"ring": ring.backward, "all_gather": gather.backward}
+    by_strategy: ClassVar[Strategies] = {
+        "ring": ring.backward,
+        "all_gather": gather.backward,
+        "gather_queries": gather.backward_of_queries,
+    }
 
     def layouts(self, layout: Layout) -> tuple[Layout, ...]:
         """Returns the layouts of the arrays of a total, given that of queries."""

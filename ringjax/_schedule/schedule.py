@@ -108,7 +108,17 @@ class BranchSchedule:
     @property
     def is_gathered(self) -> bool:
         """Whether a shard gathers the keys of others all at once."""
-        return self.strategy != "ring" and not self.is_local
+        return self.strategy == "all_gather" and not self.is_local
+
+    @property
+    def gathers_queries(self) -> bool:
+        """Whether a shard gathers the queries of others all at once, and computes their attention on its own keys."""
+        return self.strategy == "gather_queries"
+
+    @property
+    def has_one_step(self) -> bool:
+        """Whether each shard computes a single step."""
+        return self.is_local or self.is_gathered or self.gathers_queries
 
     @property
     def is_closed(self) -> bool:
@@ -246,18 +256,23 @@ class BranchSchedule:
         deal = lambda side: side.in_stripes(self.ring_size, most_rows, multiple)
         return dataclasses.replace(self, balance="stripes", queries=deal(self.queries), keys=deal(self.keys))
 
+    def undealt(self) -> "BranchSchedule":
+        """Returns the schedule that deals nothing."""
+        cut = lambda side: dataclasses.replace(side, parts=1, row_multiple=1)
+        return dataclasses.replace(self, balance="none", queries=cut(self.queries), keys=cut(self.keys))
+
     def in_zigzag(self) -> "BranchSchedule":
         """Returns the schedule that swaps halves where these balance a causal ring, and else deals nothing."""
-        is_zigzag = self.is_causal and not self.is_local and self.is_one_segment
-        cut = lambda side: dataclasses.replace(side, parts=1 + is_zigzag, row_multiple=1)
-        balance = "zigzag" if is_zigzag else "none"
-        return dataclasses.replace(self, balance=balance, queries=cut(self.queries), keys=cut(self.keys))
+        if not self.is_causal or self.is_local or not self.is_one_segment:
+            return self.undealt()
+        cut = lambda side: dataclasses.replace(side, parts=2, row_multiple=1)
+        return dataclasses.replace(self, balance="zigzag", queries=cut(self.queries), keys=cut(self.keys))
 
     @property
     def continues(self) -> bool:
         """Whether the branch adds to sums of earlier branches in place: its rows are all tokens, in token order."""
         are_in_order = self.queries.chunks != "phases" and not self.is_dealt
-        return self.addition == "in place" and self.branch.keeps_all and are_in_order
+        return self.addition == "in place" and self.branch.keeps_all and are_in_order and not self.gathers_queries
 
     def partner(self, shard: Any) -> Any:
         """Returns the shard with which a shard swaps the second half of its padded rows."""

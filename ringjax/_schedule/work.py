@@ -109,6 +109,10 @@ class Work:
         """Returns the bytes of a padded row's keys and values."""
         return self.batch * self.heads_of(schedule)[1] * self.kv_bytes + self.documents(schedule)
 
+    def output_row(self, schedule: BranchSchedule) -> int:
+        """Returns the bytes of the sums of a padded row's outputs, with their lse."""
+        return self.batch * self.heads_of(schedule)[0] * (self.value_width + 1) * self.sum_itemsize
+
     def row_bytes(self, schedule: BranchSchedule) -> RowBytes:
         """Returns the bytes of a padded row in the backward."""
         heads, kv_heads = self.heads_of(schedule)
@@ -131,13 +135,32 @@ class Work:
 
 
 def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
-    """Returns schedules whose backward streams queries if these, with gradients, have fewer bytes than keys.
+    """Returns schedules that send queries where these, with outputs or gradients, have fewer bytes than keys.
 
-    It has to be called again once implementations are chosen, since their residuals differ.
+    Few queries are gathered, in both directions. Otherwise the backward of a ring streams the lighter side. It has to
+    be called again once implementations are chosen, since their residuals differ.
     """
-    are_lighter = [_are_queries_lighter(schedule, work.row_bytes(schedule)) for schedule in schedules]
-    of_all = zip(schedules, are_lighter, strict=True)
-    return tuple(dataclasses.replace(schedule, rotates_queries=is_lighter) for schedule, is_lighter in of_all)
+    return tuple(_with_travelling_side(work, schedule) for schedule in schedules)
+
+
+def _with_travelling_side(work: Work, schedule: BranchSchedule) -> BranchSchedule:
+    row = work.row_bytes(schedule)
+    if schedule.gathers_queries or _are_queries_few(work, schedule, row):
+        lone = schedule if schedule.gathers_queries else schedule.undealt()
+        return dataclasses.replace(lone, strategy="gather_queries", rotates_queries=False)
+    return dataclasses.replace(schedule, rotates_queries=_are_queries_lighter(schedule, row))
+
+
+def _are_queries_few(work: Work, schedule: BranchSchedule, row: RowBytes) -> bool:
+    """Returns whether all queries are no more than a shard's keys, and gathering them sends fewer bytes."""
+    queries, keys = schedule.queries.num_padded_rows, schedule.keys.num_padded_rows
+    is_ring = schedule.strategy == "ring" and schedule.is_general and not schedule.is_local
+    if not is_ring or schedule.num_shards * queries > keys:
+        return False
+    output = work.output_row(schedule)
+    sent = queries * (work.query_row(schedule) + output + row.queries + row.query_grad)
+    lighter = min(queries * (row.queries + row.query_grad), keys * (row.keys + row.keys_grad))
+    return sent < keys * row.keys + lighter
 
 
 def _are_queries_lighter(schedule: BranchSchedule, row: RowBytes) -> bool:

@@ -212,7 +212,7 @@ def _of_branch(
     link = functools.partial(_links, own, machine, call.num_devices, direction)
     hidden, exposed = link(is_hidden=True), link(is_hidden=False)
     hops = (rotation.hops for rotation in schedule.key_rotations)
-    num_steps = 1 if schedule.is_gathered else 1 + max(hops, default=0)
+    num_steps = 1 if schedule.has_one_step else 1 + max(hops, default=0)
     products = _operations(work, schedule, direction) / machine.rate(work.itemsize)
     # The gradient computes the exponential again, and its derivative.
     products += (1 if direction == "forward" else 2) * _computed(work, schedule) * machine.pair_seconds

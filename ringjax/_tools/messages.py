@@ -34,7 +34,7 @@ def messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Messa
 
 def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) -> list[Message]:
     """Returns what each device sends in one branch, except in exchanges of tokens for heads."""
-    of_strategy = _of_gather if schedule.is_gathered else _of_ring
+    of_strategy = _of_queries if schedule.gathers_queries else _of_gather if schedule.is_gathered else _of_ring
     return [message for message in of_strategy(work, schedule, has_gradient) if message.num_bytes]
 
 
@@ -73,6 +73,17 @@ def _of_gather(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iter
     if has_gradient:
         keys_grad = work.row_bytes(schedule).keys_grad
         yield Message("backward", "reduce_scatter", keys_grad * of_others, size * schedule.ulysses_size)
+
+
+def _of_queries(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
+    """Yields the messages of gathered queries, of their outputs, and of their gradients, summed where they are kept."""
+    row, distance = work.row_bytes(schedule), schedule.gather_size * schedule.ulysses_size
+    of_others = schedule.queries.num_padded_rows * (schedule.gather_size - 1)
+    yield Message("forward", "all_gather", work.query_row(schedule) * of_others, distance)
+    yield Message("forward", "all_to_all", work.output_row(schedule) * of_others, distance)
+    if has_gradient:
+        yield Message("backward", "all_gather", row.queries * of_others, distance)
+        yield Message("backward", "reduce_scatter", row.query_grad * of_others, distance)
 
 
 def _dealing(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys: bool) -> Iterator[Message]:
