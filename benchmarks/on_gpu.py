@@ -221,7 +221,7 @@ def emulated_ring() -> Rows:
 
 
 def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
-    """The rows that a shard computes: its two halves after the swap."""
+    """The rows that a shard computes: its two zigzag halves."""
     half = schedule.queries.num_padded_rows // 2
     first = [schedule.origin(shard, row, schedule.queries) for row in (0, half)]
     tokens = [array[:, holder * schedule.queries.num_padded_rows + row :][:, :half] for holder, row in first]

@@ -32,7 +32,7 @@ class Call:
       is_causal: whether queries see no later keys.
       exchange_size: how many devices exchange tokens for heads, None if the caller does not say.
       implementation: the implementation, None if the caller does not say.
-      packings: sequences of packed documents, if the planner is told of these.
+      packings, longest_document: sequences of packed documents, and the most tokens of one, if the planner is told.
     """
 
     request: Request
@@ -49,6 +49,7 @@ class Call:
     exchange_size: int | None = None
     implementation: str | None = None
     packings: tuple[Any, ...] = ()
+    longest_document: int | None = None
 
     @classmethod
     def of(cls, asked: Any, request: Request, pattern: DilatedPattern, **sizes: Any) -> "Call":

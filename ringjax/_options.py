@@ -79,11 +79,11 @@ class KernelOptions(PrecisionOptions, total=False):
         Balance | None,
         Option(
             None,
-            "how the devices of a ring that goes all the way around share its work. With document_ids, by default, "
-            'they deal their rows in ``"stripes"``, round robin: then packed documents keep all of them busy in each '
-            "step. Stripes have 128 to 512 rows; with fewer for each device, without documents, with cuDNN's kernel, "
-            'and in rings of unequal size, causal rings take ``"zigzag"``, which swaps half of the rows. ``"none"`` '
-            "moves no rows. The results are the same.",
+            "how the devices of a ring that goes all the way around share its work; other branches ignore it. With "
+            'document_ids, by default, they deal their rows in ``"stripes"`` of at most 512, round robin: then packed '
+            "documents keep all of them busy in each step. Without documents, with fewer than 128 rows on a device for "
+            "each device of the ring, with cuDNN's kernel, and in rings of unequal size, causal rings take "
+            '``"zigzag"``, which swaps half of the rows. ``"none"`` moves no rows. The results are the same.',
             check_balance,
         ),
     ]
@@ -107,7 +107,8 @@ class StrategyOptions(TypedDict, total=False):
         Option(
             "ring",
             'a name for all branches, or a tuple with one for each. ``"ring"`` sends keys and values around, in '
-            'O(T / p) memory. ``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment '
+            "O(T / p) memory; queries of a longer context that are no more than a device's keys are gathered instead. "
+            '``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment '
             "length / dilation rate) memory, but what neighbours alone see as in a ring. "
             '``"all_to_all"`` gives each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv '
             "2309.14509), with a ring between groups of devices where heads do not suffice for all (USP, arXiv "

@@ -1,18 +1,23 @@
 """How packed documents are counted: the blocks are those of the library's own masks, and stripes keep rings in step."""
 
+import dataclasses
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import make_mesh
 
 import ringjax
 from benchmarks import balance as benchmark
 from benchmarks.timing import RESULTS
 from ringjax import DilatedPattern, Segments, Window
 from ringjax._kernels.attention_step import PaddedRows, see_keys, see_queries
+from ringjax._kernels.interface import Request
 from ringjax._kernels.mask import find_active_blocks
+from ringjax._kernels.mosaic import MosaicTpu
 from ringjax._kernels.rows import BranchHeads, Rows
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.strategy import schedules_with
@@ -79,7 +84,6 @@ def test_pairs_of_packed_documents():
     """All of a document's pairs, divided among the shards."""
     packing = pack([5, 40, 19], 64)[0]
     assert packing.starts == (0, 5, 45)
-    assert packing.longest == 40
     (schedule,) = make_schedule(DilatedPattern([Segments(64)]), 64, 4, 1, True)
     assert num_packed_pairs(schedule, (0,), [packing]) == sum(n * (n + 1) // 2 for n in (5, 40, 19)) // 4
     assert in_step(schedule, [packing]) > 1
@@ -87,12 +91,16 @@ def test_pairs_of_packed_documents():
 
 def test_documents_are_packed_in_order():
     assert pack([100], 64) == (Packing((0,), 64),)
-    assert pack([10, 20], 64) == (Packing((0, 10, 30, 40, 60), 64),)
+    assert pack([10, 20], 64) == (Packing((0, 10, 30, 40, 60), 64), Packing((0, 20, 30, 50, 60), 64))
+    assert [len(packing.starts) for packing in pack([1] * 64 + [63], 64)] == [64, 2]
+    assert pack([10**30], 64) == pack(np.array([100]), 64)
     assert pack([40, 40, 40, 40], 64) == (Packing((0, 40), 64), Packing((0, 40), 64))
     assert len(pack([64] * 100, 64)) == 8
     lengths = draw_lengths(2000, 1.2, 2**20)
     assert lengths == draw_lengths(2000, 1.2, 2**20)
     assert 1900 < np.median(lengths) < 2100
+    with pytest.raises(TypeError, match="document_lengths=5 must be a sequence: give the tokens of each document"):
+        pack(5, 64)
     for wrong, words in (
         ([], r"=\[\] is empty"),
         ([3, 0], "document_lengths has 0"),
@@ -120,7 +128,8 @@ def test_stripes_keep_rings_in_step():
 
 def plan(**options):
     arguments = {"num_tokens": 2**17, "num_heads": 32, "num_kv_heads": 8, "is_causal": True, "mesh": 8}
-    return ringjax.plan([Segments(2**17)], **{**arguments, "implementation": "xla", **options})
+    arguments |= {"implementation": "xla", **options}
+    return ringjax.plan([Segments(arguments["num_tokens"])], **arguments)
 
 
 def test_a_plan_of_packed_documents():
@@ -135,13 +144,58 @@ def test_a_plan_of_packed_documents():
     assert re.search(r"balance +stripes +stripes +none", str(packed))
     assert re.search(r"busiest over the mean +1\.\d\d +1\.\d\d +1\.00", str(packed))
     assert "busiest" not in str(whole)
+    assert "document_ids=document_ids" in packed.example
+    assert "document_ids" not in packed.module_example + whole.example
+    assert "balance='zigzag'" in plan(document_lengths=lengths, balance="zigzag").example
+
+
+def test_the_blocks_of_kernels_are_not_their_rows():
+    """Which they lay out as a whole: they wait as XLA does with blocks of the same size."""
+    packings = pack(draw_lengths(8000, 1.2, 2**17), 2**17)
+    for balance in ("none", "zigzag"):
+        one = dataclasses.replace(benchmark.schedule_of(8, balance), implementation="mosaic_tpu", tile_rows=(512, 512))
+        assert in_step(one.in_whole_chunks(), packings) == in_step(benchmark.schedule_of(8, balance), packings)
+
+
+def test_batches_wait_less():
+    """Of several sequences the busiest devices differ."""
+    packings = [benchmark.draw(8 * benchmark.TOKENS, 8000, seed) for seed in range(8)]
+    one = benchmark.schedule_of(8, "zigzag")
+    assert in_step(one, packings, batch=8) < in_step(one, packings, batch=2) < in_step(one, packings)
+    assert in_step(one, packings[:1], batch=3) == in_step(one, packings[:1])
+
+
+def test_few_rows_are_not_dealt_to_kernels():
+    """Whose stripes fill registers: padding would add more than dealing saves."""
+    request = Request(*[np.zeros((1, 8, 1, 128), np.float32)] * 3, "tpu", needs=("document_ids",))
+    for length, balance in ((2**17, "stripes"), (8 * 1032, "zigzag"), (8 * 2056, "zigzag")):
+        (one,) = make_schedule(DilatedPattern([Segments(length)]), length, 8, 1, True, balance="stripes")
+        served = MosaicTpu().serve(request, one)[0]
+        assert served.balance == balance
+        assert not served.pads_much
+        assert MosaicTpu().serve(request._replace(balance="stripes"), one)[0].balance == "stripes"
+
+
+def test_the_forecast_of_few_queries():
+    """One device has all keys that they see."""
+    few, many = (1, 512, 8, 64), (1, 2**16, 2, 64)
+    arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (few, many, many)]
+    options = {"pattern": [Window(512)], "is_causal": True, "query_offset": 2**16 - 512, "mesh": make_mesh(seq=8)}
+    (explained,) = ringjax.explain(*arrays, **options).calls
+    forecast = explained[0].forecasts[0]
+    assert forecast.implemented[0].gathers_queries
+    assert forecast.pairs == 8 * 512 * 512
 
 
 def test_short_documents_need_a_window_alone():
     """Where heads do not suffice for an exchange among all devices, keys go to neighbors alone."""
     of_many = {"num_tokens": 2**20, "mesh": 64, "num_kv_heads": 1, "num_heads": 1}
     said = plan(document_lengths=[3000, 1000, 7000], **of_many).recommendation
-    assert "no document has more than 7,000 tokens, pattern=[ringjax.Window(7000)], which sees the same" in said
+    assert "If no document has more than 7,000 tokens, as here, pattern=[ringjax.Window(7000)] sees the same" in said
+    long = plan(document_lengths=[3000] * 3000 + [50_000], **of_many).recommendation  # not in the counted sequences
+    assert "If no document has more than 50,000 tokens" in long
+    cut = ringjax.plan([Segments(2**16)], is_causal=True, document_lengths=[3000], **of_many)
+    assert "Window" not in cut.recommendation
     assert "Window" not in plan(document_lengths=[2**20], **of_many).recommendation
 
 

@@ -93,9 +93,12 @@ class Mosaic(KernelImplementation):
     def serve(self, request: Request, schedule: BranchSchedule) -> tuple[BranchSchedule, str | None]:
         """Returns the schedule in whole chunks, one after the other, and why the kernels cannot serve it."""
         whole, tile_rows = schedule.in_whole_chunks(), self.tile_rows(request)
-        if whole.balance == "stripes":  # each of which is a tile
-            whole = whole.in_stripes(min(*tile_rows, MAX_STRIPE_ROWS), LANES)
-            tile_rows = whole.queries.block_rows, whole.keys.block_rows
+        if whole.balance == "stripes":  # each of which is a tile, and fills registers
+            dealt = whole.in_stripes(min(*tile_rows, MAX_STRIPE_ROWS), LANES)
+            if request.balance is None and dealt.pads_much:
+                whole = whole.in_zigzag()
+            else:
+                whole, tile_rows = dealt, (dealt.queries.block_rows, dealt.keys.block_rows)
         # Masks are made from positions, so zigzag halves may be in any order.
         return dataclasses.replace(whole, tile_rows=tile_rows, sorts_halves=False), self._obstacle(request)
 

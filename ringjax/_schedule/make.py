@@ -33,7 +33,7 @@ def make_schedule(
 
     There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
     where it is known only when the program runs. Of the devices, `ulysses_size` make up a shard. Stripes have at least
-    `min_stripe_rows` rows: rings with fewer swap halves instead.
+    `min_stripe_rows` rows: rings with fewer take zigzag instead.
     """
     key_length = length if key_length is None else key_length
     num_shards = num_devices // ulysses_size

@@ -116,6 +116,11 @@ class BranchSchedule:
         return self.strategy == "gather_queries"
 
     @property
+    def num_query_rows(self) -> int:
+        """The padded rows of queries that a shard computes."""
+        return self.queries.num_padded_rows * (self.gather_size if self.gathers_queries else 1)
+
+    @property
     def has_one_step(self) -> bool:
         """Whether each shard computes a single step."""
         return self.is_local or self.is_gathered or self.gathers_queries
@@ -255,6 +260,12 @@ class BranchSchedule:
         """Returns the schedule that deals stripes, of at most so many rows and of a multiple of `multiple`."""
         deal = lambda side: side.in_stripes(self.ring_size, most_rows, multiple)
         return dataclasses.replace(self, balance="stripes", queries=deal(self.queries), keys=deal(self.keys))
+
+    @property
+    def pads_much(self) -> bool:
+        """Whether padding adds more than an eighth to the rows of chunks."""
+        sides = self.queries, self.keys
+        return any(8 * side.num_blocks * side.block_rows > 9 * side.chunk_rows for side in sides)
 
     def undealt(self) -> "BranchSchedule":
         """Returns the schedule that deals nothing."""

@@ -146,15 +146,15 @@ def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
 def _with_travelling_side(work: Work, schedule: BranchSchedule) -> BranchSchedule:
     row = work.row_bytes(schedule)
     if schedule.gathers_queries or _are_queries_few(work, schedule, row):
-        lone = schedule if schedule.gathers_queries else schedule.undealt()
-        return dataclasses.replace(lone, strategy="gather_queries", rotates_queries=False)
+        return dataclasses.replace(schedule, strategy="gather_queries", rotates_queries=False)
     return dataclasses.replace(schedule, rotates_queries=_are_queries_lighter(schedule, row))
 
 
 def _are_queries_few(work: Work, schedule: BranchSchedule, row: RowBytes) -> bool:
     """Returns whether all queries are no more than a shard's keys, and gathering them sends fewer bytes."""
     queries, keys = schedule.queries.num_padded_rows, schedule.keys.num_padded_rows
-    is_ring = schedule.strategy == "ring" and schedule.is_general and not schedule.is_local
+    # Stripes balance the pairs of documents, whose keys lie on few shards.
+    is_ring = schedule.strategy == "ring" and schedule.is_general and not (schedule.is_local or schedule.is_dealt)
     if not is_ring or schedule.num_shards * queries > keys:
         return False
     output = work.output_row(schedule)

@@ -23,9 +23,14 @@ _PICTURES = ".png", ".svg", ".pdf"
 _SIGMA = 1.2  # of the logarithm of the lengths of documents
 _UNITS = {"k": 2**10, "m": 2**20}
 # The flags for the arguments of `plan`.
-_FLAGS = {"num_tokens": "--tokens", "num_heads": "--heads", "num_kv_heads": "--kv-heads", "is_causal": "--causal"}
+_FLAGS = {
+    "document_lengths": "--documents",
+    "num_tokens": "--tokens",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "is_causal": "--causal",
+}
 _OWN = "head_dim", "value_dim", "batch_size", "dtype", "features", "mesh", "axis_name", "node_size", "device"
-_FLAGS["document_lengths"] = "--documents"
 _FLAGS |= {name: "--" + name.replace("_", "-") for name in (*_OWN, "exchange_size")}
 
 

@@ -116,18 +116,17 @@ class Comparison:
     def _which_window(self) -> str:
         """Returns a sentence on a window that sees all pairs of short documents in less time; empty if none does."""
         call, branches = self.call, self.call.pattern.branches
-        if not call.packings or len(branches) > 1 or not branches[0].keeps_all:
-            return ""
-        longest = max(packing.longest for packing in call.packings)
-        if 2 * longest > min(branches[0].extent, call.num_keys):
+        is_dense = len(branches) == 1 and branches[0].keeps_all and branches[0].extent >= call.num_keys
+        longest = call.longest_document
+        if longest is None or not is_dense or 2 * longest > call.num_keys:
             return ""
         of_window = dataclasses.replace(call, pattern=DilatedPattern([Window(longest)]))
         other = choose(of_window, self.machine, self.has_gradient)
         if other.seconds > 0.95 * self.best.seconds:
             return ""
         return (
-            f" Or, as no document has more than {longest:,} tokens, pattern=[ringjax.Window({longest})], which sees "
-            f'the same: the bound of its "{other.strategy}" is {_time(other.seconds)}.'
+            f" If no document has more than {longest:,} tokens, as here, pattern=[ringjax.Window({longest})] sees the "
+            f'same: the bound of its "{other.strategy}" is {_time(other.seconds)}.'
         )
 
     def _beside_others(self) -> str:
@@ -162,7 +161,7 @@ class Comparison:
     @property
     def example(self) -> str:
         """The call to paste."""
-        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(self._options)})"
+        return f"ringjax.ring_dilated_attention(query, key, value, {', '.join(self._options(with_arrays=True))})"
 
     @property
     def module_example(self) -> str | None:
@@ -173,10 +172,9 @@ class Comparison:
         sizes = [f"num_heads={query.shape[-2]}", "in_features=in_features", f"num_kv_heads={key.shape[-2]}"]
         sizes += [f"qkv_features={query.shape[-2] * query.shape[-1]}"]
         dtype = f"dtype=jnp.{query.dtype}"
-        return f"ringjax.RingDilatedAttention({', '.join([*sizes, *self._options, dtype])}, rngs=rngs)"
+        return f"ringjax.RingDilatedAttention({', '.join([*sizes, *self._options(), dtype])}, rngs=rngs)"
 
-    @property
-    def _options(self) -> list[str]:
+    def _options(self, *, with_arrays: bool = False) -> list[str]:
         call = self.call
         branches = ", ".join(f"ringjax.{branch}" for branch in call.pattern.branches)
         usual = DilatedPattern(call.pattern.branches)
@@ -184,6 +182,8 @@ class Comparison:
         choices = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
         options = [f"pattern=[{branches}]", *choices, f"is_causal={call.is_causal}", f"strategy={self.best.strategy!r}"]
         options += [f"{name}={value!r}" for name, value in options_with(call, self.best.strategy).items()]
+        if "document_ids" in call.request.needs and with_arrays:
+            options.append("document_ids=document_ids")
         if self.axis_name != "seq":
             options.append(f"axis_name={self.axis_name!r}")
         if self.spec:
@@ -283,6 +283,7 @@ def options_with(call: Call, strategy: str | tuple[str, ...]) -> dict[str, Any]:
     """Returns the options of a call, besides its strategy, that differ from the default."""
     exchanges = "all_to_all" in strategy
     options = {"exchange_size": call.exchange_size if exchanges else None, "implementation": call.implementation}
+    options["balance"] = call.request.balance
     return {name: value for name, value in options.items() if value is not None}
 
 

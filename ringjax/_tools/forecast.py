@@ -181,7 +181,7 @@ def _computed(work: Work, schedule: BranchSchedule) -> int:
     if schedule.implementation != "xla":
         count = _kept(work, schedule)
     elif work.packings:
-        count = num_packed_tile_pairs(schedule, work.packings)
+        count = num_packed_tile_pairs(schedule, work.packings, work.batch)
     else:
         count = num_tile_pairs(schedule, work.offsets(schedule))
     return _num_heads(work, schedule) * count
@@ -190,7 +190,7 @@ def _computed(work: Work, schedule: BranchSchedule) -> int:
 def _kept(work: Work, schedule: BranchSchedule) -> int:
     """Returns the pairs that a device keeps, of a head; with documents as if all kept as many as the busiest ones."""
     mean = _mean(work, schedule)
-    return int(mean * in_step(schedule, work.packings)) if work.packings else mean
+    return int(mean * in_step(schedule, work.packings, work.batch)) if work.packings else mean
 
 
 def _mean(work: Work, schedule: BranchSchedule) -> int:
@@ -242,7 +242,7 @@ def _bytes_moved(work: Work, schedule: BranchSchedule, num_steps: int, direction
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
     # Gathered keys are written before they are read.
     gathered = 2 * schedule.gather_size if schedule.is_gathered else 1
-    queries, keys = schedule.queries.num_padded_rows, schedule.keys.num_padded_rows * gathered
+    queries, keys = schedule.num_query_rows, schedule.keys.num_padded_rows * gathered
     tokens = schedule.queries.shard_length * work.batch * work.num_heads // schedule.ulysses_size * work.sum_itemsize
     if direction == "forward":
         sums = 2 * queries * work.batch * heads * work.value_width * work.sum_itemsize

@@ -67,8 +67,8 @@ def _rows(work: Work, schedule: BranchSchedule, has_gradient: bool) -> int:
     num_keys = schedule.keys.num_padded_rows * (schedule.gather_size if schedule.is_gathered else 1)
     sums = work.batch * heads * (work.value_width + 2) * work.sum_itemsize
     if not has_gradient:
-        return schedule.queries.num_padded_rows * (work.query_row(schedule) + sums) + num_keys * row.keys
-    of_queries = schedule.queries.num_padded_rows * (row.queries + max(row.query_grad, sums))
+        return schedule.num_query_rows * (work.query_row(schedule) + sums) + num_keys * row.keys
+    of_queries = schedule.num_query_rows * (row.queries + max(row.query_grad, sums))
     return of_queries + num_keys * (row.keys + row.keys_grad)
 
 

@@ -1,5 +1,6 @@
 """Packed documents: how many pairs attend, and how evenly the steps of a ring share them, counted in active blocks."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from ringjax._schedule.side import Side
 
 _MOST_PACKINGS = 8  # sequences that are counted
 _FEWEST_TOKENS = 16  # of a random document
-_NOWHERE = 2**40  # a position after all others
+_NOWHERE = 2**32  # a position after all others
+_MOST_ROWS = 512  # of the blocks of kernels that compute chunks as a whole
 
 
 class Packing(NamedTuple):
@@ -21,11 +23,6 @@ class Packing(NamedTuple):
 
     starts: tuple[int, ...]
     length: int
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a document."""
-        return int(np.diff([*self.starts, self.length]).max())
 
     def bounds(self, token: Any) -> tuple[Any, Any]:
         """Returns the first and the last token of the document that a token is in."""
@@ -37,24 +34,26 @@ class Packing(NamedTuple):
 def pack(lengths: Sequence[int], num_tokens: int) -> tuple[Packing, ...]:
     """Returns sequences of documents of these lengths, in order, each cut where its sequence ends.
 
-    The documents are repeated if they do not fill one sequence, and of very many the first sequences are taken.
+    The documents are repeated from the first one where they do not fill a sequence, and of very many the first
+    sequences are taken.
 
     Raises:
+      TypeError: for anything but a sequence.
       ValueError: if there is no document, or one without a token.
     """
+    if isinstance(lengths, str) or not hasattr(lengths, "__len__"):
+        raise TypeError(f"document_lengths={lengths!r} must be a sequence: give the tokens of each document")
     for length in lengths:
         if not is_integer(length) or length < 1:
             raise ValueError(f"document_lengths has {length!r}: give the tokens of each document, positive integers")
     if not len(lengths):
         raise ValueError("document_lengths=[] is empty: give the tokens of each document")
-    given = np.minimum(np.array(lengths, dtype=np.int64), num_tokens)
+    given = np.array([min(int(length), num_tokens) for length in lengths])
     given = np.tile(given, -(-num_tokens // int(given.sum())))
-    packings, begin = [], 0
+    packings, begin, repeated = [], 0, np.tile(given, 2)
     while begin < given.size and len(packings) < _MOST_PACKINGS:
-        ends = np.cumsum(given[begin:])
+        ends = np.cumsum(repeated[begin:])
         count = int(np.searchsorted(ends, num_tokens)) + 1
-        if begin + count > given.size:  # the last ones fill no sequence
-            break
         packings.append(Packing((0, *ends[: count - 1].tolist()), num_tokens))
         begin += count
     return tuple(packings)
@@ -80,6 +79,7 @@ def active_blocks(schedule: BranchSchedule, packing: Packing) -> tuple[tuple[int
     A block is active if, by the bounds of its rows, a query sees a key in its document, as kernels decide it. Pairs of
     earlier branches that a union leaves out are counted.
     """
+    schedule = _in_blocks(schedule)
     shards = np.arange(schedule.num_shards)
     first, last = _ends(schedule, schedule.queries, shards, schedule.is_dealt)  # [shards, chunks, blocks]
     is_causal, branch, is_block = schedule.is_causal, schedule.branch, first < _NOWHERE
@@ -94,6 +94,15 @@ def active_blocks(schedule: BranchSchedule, packing: Packing) -> tuple[tuple[int
         count = _count(key_first, high, "right") - _count(key_last, low, "left")
         steps.append(np.where(is_block, count, 0).sum(axis=(1, 2)) * is_new)
     return tuple(tuple(step.tolist()) for step in steps)
+
+
+def _in_blocks(schedule: BranchSchedule) -> BranchSchedule:
+    """Returns the schedule in the blocks that its kernel skips, which may be less than the rows that it lays out."""
+    if schedule.implementation == "xla":
+        return schedule
+    most = min(_MOST_ROWS, *(schedule.tile_rows or (_MOST_ROWS,)))
+    cut = lambda side: dataclasses.replace(side, max_block_rows=min(side.max_block_rows, most))
+    return dataclasses.replace(schedule, queries=cut(schedule.queries), keys=cut(schedule.keys))
 
 
 def _count(ends: np.ndarray, bound: np.ndarray, side: Any) -> np.ndarray:
@@ -129,13 +138,20 @@ def _steps(schedule: BranchSchedule, shards: np.ndarray) -> Iterator[tuple[Side,
             yield side, schedule.source(shards, *where), schedule.is_new(shards, *where)
 
 
-def in_step(schedule: BranchSchedule, packings: Sequence[Packing]) -> float:
-    """Returns how long the steps take over the ideal, in which all shards share the blocks: the average of packings."""
-    ratios = []
-    for packing in packings:
-        counts = np.array(active_blocks(schedule, packing))
-        ratios.append(counts.max(axis=1).sum() * counts.shape[1] / max(1, counts.sum()))
-    return float(np.mean(ratios))
+def in_step(schedule: BranchSchedule, packings: Sequence[Packing], batch: int = 1) -> float:
+    """Returns how long the steps of all packings take over the ideal, in which all shards share the blocks.
+
+    A step computes so many packings of a batch, and the shards wait for the one with the most blocks of these.
+    """
+    counts = _by_batches(schedule, packings, batch)
+    return float(counts.max(axis=2).sum() * counts.shape[2] / max(1, counts.sum()))
+
+
+def _by_batches(schedule: BranchSchedule, packings: Sequence[Packing], batch: int) -> np.ndarray:
+    """Returns the active blocks [batches, steps, shards] of batches of packings, which are repeated if they are few."""
+    counts = np.array([active_blocks(schedule, packing) for packing in packings])
+    number = np.arange(max(1, len(packings) // batch))[:, None] * batch + np.arange(batch)
+    return counts[number % len(packings)].sum(axis=1)
 
 
 def num_packed_pairs(schedule: BranchSchedule, offsets: tuple[int, ...], packings: Sequence[Packing]) -> int:
@@ -153,7 +169,8 @@ def _num_pairs(schedule: BranchSchedule, offsets: tuple[int, ...], packing: Pack
     return pairs * packing.length / token.size / schedule.num_shards
 
 
-def num_packed_tile_pairs(schedule: BranchSchedule, packings: Sequence[Packing]) -> int:
-    """Returns the pairs in the active blocks of a query head, summed over the busiest shard of each step."""
-    busiest = [np.array(active_blocks(schedule, packing)).max(axis=1).sum() for packing in packings]
-    return int(np.mean(busiest)) * schedule.queries.block_rows * schedule.keys.block_rows
+def num_packed_tile_pairs(schedule: BranchSchedule, packings: Sequence[Packing], batch: int) -> int:
+    """Returns the pairs in the active blocks of a query head of a packing, of the busiest shard of each step."""
+    counts = _by_batches(schedule, packings, batch)
+    busiest = counts.max(axis=2).sum() / (len(counts) * batch)
+    return int(busiest * schedule.queries.block_rows * schedule.keys.block_rows)

@@ -24,14 +24,16 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
         rows = side.chunk_rows * schedule.ring_size
         return rows * (rows + 1) // (2 * schedule.ring_size)
     distinct, counts = np.unique(offsets, return_counts=True)
-    length = side.shard_length
+    keys, is_of_all = schedule.keys, schedule.gathers_queries
+    length = side.shard_length * (side.num_shards if is_of_all else 1)
     local = spaced_tokens(length)
     found = []
     for shard in _extreme_shards(side):
-        token = side.first(shard) + local
+        token = side.first(0 if is_of_all else shard) + local
         token = token[token < side.stop]
-        count = lambda offset, token=token: schedule.branch.count(
-            token, 0, schedule.keys.length, offset, schedule.keys.length, schedule.is_causal
+        seen = (keys.first(shard), keys.first(shard + 1)) if is_of_all else (0, keys.length)
+        count = lambda offset, token=token, seen=seen: schedule.branch.count(
+            token, *seen, offset, keys.length, schedule.is_causal
         )
         sums = [count(int(offset)).sum(dtype=np.int64) for offset in distinct]
         found.append(np.average(sums, weights=counts) * length / max(1, len(local)))
@@ -78,7 +80,8 @@ def _tile_pairs_of(schedule: BranchSchedule, shard: int, offsets: np.ndarray) ->
     """Returns the keys in active blocks, summed over a chunk's query blocks, of which very many are sampled."""
     branch, side = schedule.branch, schedule.queries
     sampled = np.arange(0, side.num_blocks, 1 + side.num_blocks // _MOST_BLOCKS)
-    first, last = _ends(side, np.array([shard]), sampled, offsets)
+    own = np.arange(side.num_shards) if schedule.gathers_queries else np.array([shard])
+    first, last = _ends(side, own, sampled, offsets)
     seen, up_to = branch.seen(first, schedule.is_causal)[0], branch.seen(last, schedule.is_causal)[1]
     total = 0
     for of_keys, shards in _keys_met(schedule, shard):
@@ -113,6 +116,8 @@ def _keys_met(schedule: BranchSchedule, shard: int) -> Iterator[tuple[Side, np.n
         yield schedule.keys, shard // size * size + np.arange(size)
         return
     yield schedule.keys, np.array([shard])
+    if schedule.gathers_queries:
+        return
     for rotation in schedule.key_rotations:
         hops = np.arange(1, rotation.steps + 1)
         hops = hops[np.broadcast_to(schedule.is_new(shard, hops, rotation.direction), hops.shape)]

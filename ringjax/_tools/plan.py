@@ -92,7 +92,7 @@ def plan(
     """
     asked = read_options(PlanOptions, options, OF_MAKING, "plan")
     asked.pattern = pattern
-    packings = ()
+    packings, longest = (), None
     pattern = pattern_of(asked)
     if isinstance(features, str):
         raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
@@ -113,6 +113,7 @@ def plan(
     _check_parts(counts, head_parts, batch_parts, head_axes)
     if document_lengths is not None:
         packings, features = pack(document_lengths, num_tokens), ("document_ids", *features)
+        longest = min(max(map(int, document_lengths)), num_tokens)
     machine = find_machine(device)
     if node_size is not None:
         machine = dataclasses.replace(machine, node_size=int(node_size))
@@ -138,6 +139,7 @@ def plan(
         num_unmapped=1,
         document_itemsize=4 * ("document_ids" in features),
         packings=packings,
+        longest_document=longest,
     )
     return compare(call, machine, has_gradient, axis_name, _spec(sizes, axis_name, head_axes))
 
