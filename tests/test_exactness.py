@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from oracle import assert_close, make_mesh, random_arguments, reference_results, ring_results
+from oracle import assert_close, make_mesh, random_arguments, random_documents, reference_results, ring_results
 
-from ringjax import ring_dilated_attention
+from ringjax import Segments, ring_dilated_attention
 from ringjax._kernels.strides import put_selected, put_slices, take_selected, take_slices, take_vectors
 from ringjax._kernels.xla import Xla
 
@@ -121,6 +121,31 @@ def test_gathering_equals_the_oracle(name, is_causal, kind):
     arrays = random_arguments(length, (4, 2))
     actual = ring_results(arrays, mesh=make_mesh(kind, seq=4), strategy="all_gather", **arguments)
     assert_close(actual, reference_results(arrays, **arguments))
+
+
+@pytest.mark.quick("5")
+@pytest.mark.parametrize("devices", [2, 3, 5, 8])
+def test_dealt_rings_equal_the_oracle(devices):
+    """Of documents, on rings of every kind of size, with lengths that fill no stripes."""
+    length = 8 * devices - 1
+    arguments = {"pattern": [Segments(length)], "is_causal": devices != 3, "uses": "both"}
+    arrays = *random_arguments(length, (4, 2), (3, 2), (2,)), random_documents(length, (2,))
+    kind = AxisType.Explicit if devices == 8 else AxisType.Auto
+    options = {"mesh": make_mesh(kind, seq=devices), "balance": "stripes", "block_size": 2}
+    assert_close(ring_results(arrays, **options, **arguments), reference_results(arrays, **arguments))
+
+
+def test_dealt_rings_under_vmap_and_remat():
+    """The axis of a vmap is folded into the batch of what is dealt."""
+    pattern = {"pattern": [Segments(32)], "is_causal": True}
+    arrays = *random_arguments(32, (4, 2), (3, 2), (2,)), random_documents(32, (2,))
+    options = {"mesh": make_mesh(seq=4), "balance": "stripes", "block_size": 2, **pattern}
+
+    def attend(*arrays, return_residual, document_ids):
+        one = lambda *some: ring_dilated_attention(*some[:3], document_ids=some[3], return_residual=True, **options)
+        return jax.checkpoint(jax.vmap(one))(*arrays, document_ids)
+
+    assert_close(ring_results(arrays, attend), reference_results(arrays, **pattern))
 
 
 def test_sorted_halves_are_exact(monkeypatch):
