@@ -32,7 +32,7 @@ class Call:
       is_causal: whether queries see no later keys.
       exchange_size: how many devices exchange tokens for heads, None if the caller does not say.
       implementation: the implementation, None if the caller does not say.
-      packings, longest_document: sequences of packed documents, and the most tokens of one, if the planner is told.
+      packings, longest_document: for the planner, sequences of packed documents, and the most tokens of a document.
     """
 
     request: Request

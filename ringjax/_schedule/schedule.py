@@ -237,9 +237,9 @@ class BranchSchedule:
     # in the first step one whole half and two triangles. Kernels that mask by row index get the halves sorted.
     #
     # Stripes: with packed documents a shard sees few others, and most steps have work for few shards. So each shard
-    # cuts its padded rows into stripes, as many as a multiple of g, and deals them round robin: stripe i goes to shard
-    # i mod g. Shard j then has every g-th stripe of the ring, in order: its part of every document, and in each step
-    # about as much work as the others. All rows but 1/g of them are sent, where zigzag sends half.
+    # cuts its padded rows into stripes, a multiple of g of them, and deals these round robin: stripe i goes to shard
+    # i mod g. Shard j then has every g-th stripe of the ring, in order, and so an equal part of each long document: in
+    # each step it has about as much work as the others. All rows but 1/g of them are sent, where zigzag sends half.
 
     @property
     def is_zigzag(self) -> bool:
@@ -267,17 +267,12 @@ class BranchSchedule:
         sides = self.queries, self.keys
         return any(8 * side.num_blocks * side.block_rows > 9 * side.chunk_rows for side in sides)
 
-    def undealt(self) -> "BranchSchedule":
-        """Returns the schedule that deals nothing."""
-        cut = lambda side: dataclasses.replace(side, parts=1, row_multiple=1)
-        return dataclasses.replace(self, balance="none", queries=cut(self.queries), keys=cut(self.keys))
-
     def in_zigzag(self) -> "BranchSchedule":
         """Returns the schedule that swaps halves where these balance a causal ring, and else deals nothing."""
-        if not self.is_causal or self.is_local or not self.is_one_segment:
-            return self.undealt()
-        cut = lambda side: dataclasses.replace(side, parts=2, row_multiple=1)
-        return dataclasses.replace(self, balance="zigzag", queries=cut(self.queries), keys=cut(self.keys))
+        is_zigzag = self.is_causal and not self.is_local and self.is_one_segment
+        balance, parts = ("zigzag", 2) if is_zigzag else ("none", 1)
+        cut = lambda side: dataclasses.replace(side, parts=parts, row_multiple=1)
+        return dataclasses.replace(self, balance=balance, queries=cut(self.queries), keys=cut(self.keys))
 
     @property
     def continues(self) -> bool:

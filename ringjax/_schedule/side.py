@@ -231,7 +231,7 @@ class Side:
         The rows of a stripe are a multiple of `multiple`. Padding adds at most an eighth where such stripes exist.
         """
         rows = self.chunk_rows
-        count = -(-rows // (num_shards * most_rows))  # of a shard for each shard
+        count = -(-rows // (num_shards * most_rows))  # the stripes that a shard has for each
         while (size := multiple * -(-rows // (multiple * num_shards * count))) > multiple:
             if 8 * num_shards * count * size <= 9 * rows:
                 break

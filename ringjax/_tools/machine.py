@@ -25,8 +25,8 @@ class Machine:
       network_bandwidth: the bytes in a second, one way, from a device to those of other nodes.
       node_size: the number of devices that links connect.
       is_grid: whether links connect only neighboring devices, so that longer distances take several links.
-      dimensions: those of the grid, in each of which a device has two neighbors: its devices are taken to be a cube,
-        whose opposite sides are linked.
+      dimensions: those of the grid, in each of which a device has two neighbors. Its devices are assumed to form a
+        cube whose opposite sides are linked.
       latency: the seconds that a message takes, however short.
       pair_seconds: the seconds that a pair takes besides its products, such as for its exponential; 0 if products of
         other pairs hide them.

@@ -34,8 +34,8 @@ class Packing(NamedTuple):
 def pack(lengths: Sequence[int], num_tokens: int) -> tuple[Packing, ...]:
     """Returns sequences of documents of these lengths, in order, each cut where its sequence ends.
 
-    The documents are repeated from the first one where they do not fill a sequence, and of very many the first
-    sequences are taken.
+    The documents are repeated from the first one where they do not fill a sequence. At most eight sequences are
+    returned.
 
     Raises:
       TypeError: for anything but a sequence.
