@@ -24,6 +24,7 @@ from benchmarks.programs import entry_permutes, loop_permutes
 from benchmarks.timing import save
 from ringjax import DilatedPattern, Segments, Window, make_mesh, ring_dilated_attention
 from ringjax._kernels.tile_sizes import choose_block_size
+from ringjax._mesh.axes import named
 from ringjax._pattern.branch import Branch
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.work import Work, choose_travelling_side
@@ -107,19 +108,22 @@ def compile_for(
     has_cotangent: bool = False,
     width: int = WIDTH,
     balance: Any = None,
+    outer_size: int = 1,
 ) -> Any:
     """Returns the compiled attention in bfloat16, or its gradient, on the first `count` devices of a topology.
 
     The gradient is that of a sum, whose cotangent is a constant, or takes the cotangent as another argument. The mesh
-    is laid out for groups of `exchange_size`.
+    is laid out for groups of `exchange_size`; the sequence has two axes if the outer one has several devices.
     """
     kind, topology = TOPOLOGIES[name]
     ring = devices(kind, topology)[:count]
+    axes = ("across", "seq") if outer_size > 1 else "seq"
+    shape = (outer_size, len(ring) // outer_size)[outer_size == 1 :]
     if in_natural_order:
         mesh = Mesh(np.array(ring), ("seq",))
     else:
-        mesh = make_mesh((len(ring),), ("seq",), devices=ring, exchange_size=exchange_size)
-    sharding = NamedSharding(mesh, P(None, "seq"))
+        mesh = make_mesh(shape, named(axes), axis_name=axes, devices=ring, exchange_size=exchange_size)
+    sharding = NamedSharding(mesh, P(None, axes))
     query, key = (
         jax.ShapeDtypeStruct((1, length, count, width), jnp.bfloat16, sharding=sharding)
         for count in (heads, kv_heads or heads)
@@ -141,6 +145,7 @@ def compile_for(
             implementation=implementation,
             balance=balance,
             mesh=mesh,
+            axis_name=axes,
             **more,
         )
 

@@ -2,11 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from ringjax._tools.hlo import arrays_in, computations, groups_of
+from ringjax._tools.hlo import arrays_in, computations, groups_of, pairs_of
 
 
 def loop_permutes(text: str) -> list[bool]:
@@ -34,10 +35,20 @@ def entry_permutes(text: str) -> list[bool]:
     return _hidden(computations(text)["ENTRY"])
 
 
-def _hidden(lines: list[str]) -> list[bool]:
+def crossing_permutes(text: str, size: int) -> list[bool]:
+    """Returns the same for each permute, in loops or not, that sends everything to the next group of `size` devices."""
+    groups = lambda line: {(there // size - here // size, there % size - here % size) for here, there in pairs_of(line)}
+    crosses = lambda line: all(across and not around for across, around in groups(line))
+    lines_of = computations(text)
+    return [one for name in (*sorted(_bodies(text)), "ENTRY") for one in _hidden(lines_of[name], crosses)]
+
+
+def _hidden(lines: list[str], is_one: Callable[[str], bool] = lambda line: True) -> list[bool]:
     computes = re.compile(r" (while|conditional)\(|__cudnn|tpu_custom_call|mosaic_gpu")
     found = []
     for index, line in enumerate(lines):
+        if not (re.search(r" collective-permute(-start)?\(", line) and is_one(line)):
+            continue
         if re.search(r" collective-permute\(", line):  # synchronous: nothing runs meanwhile
             found.append(False)
         name = re.search(r"%?([\w.\-]+) = .*collective-permute-start\(", line)

@@ -126,6 +126,7 @@ def ring_dilated_attention(
         num_keys=lengths[1],
         query_offset=fixed_offset,
         num_devices=placement.num_shards,
+        num_inner_devices=placement.sizes[-1] if len(placement.sizes) > 1 else None,
         batch=math.prod(batch),
         num_heads=num_heads,
         num_unmapped=placement.num_unmapped,

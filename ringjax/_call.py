@@ -27,6 +27,7 @@ class Call:
       num_devices: the devices along the sequence.
       batch: the sequences of a device.
       num_heads: the query heads of a device.
+      num_inner_devices: the devices along the last mesh axis of the sequence, None if it has a single one.
       num_unmapped: the devices over which the compiler may cut these sequences and heads once more.
       document_itemsize: the bytes of a document number, 0 without documents.
       is_causal: whether queries see no later keys.
@@ -46,6 +47,7 @@ class Call:
     num_unmapped: int
     document_itemsize: int
     is_causal: bool
+    num_inner_devices: int | None = None
     exchange_size: int | None = None
     implementation: str | None = None
     packings: tuple[Any, ...] = ()
@@ -96,7 +98,8 @@ class Call:
             strategy = best_strategy(self)
         has_documents = "document_ids" in self.request.needs
         balance = self.request.balance or ("stripes" if has_documents else "zigzag")
-        sizes = read_exchange_sizes(self.exchange_size, self.num_devices, self.work.num_heads, self.work.local_heads(1))
+        num_exchanging = self.num_inner_devices or self.num_devices
+        sizes = read_exchange_sizes(self.exchange_size, num_exchanging, self.work.num_heads, self.work.local_heads(1))
         make = lambda ulysses_size: make_schedule(
             self.pattern,
             self.num_queries,
@@ -108,6 +111,7 @@ class Call:
             query_offset=self.query_offset,
             ulysses_size=ulysses_size,
             balance=balance,
+            num_inner_devices=self.num_inner_devices,
             min_stripe_rows=MIN_STRIPE_ROWS if self.request.balance is None else 1,
         )
         strategies = (strategy,) * len(self.pattern.branches) if isinstance(strategy, str) else strategy

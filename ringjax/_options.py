@@ -6,6 +6,7 @@ from jax.lax import Precision
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ringjax._kernels.implementation import ImplementationName, check_implementation
+from ringjax._mesh.axes import AxisName
 from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, check_spec
 from ringjax._pattern.arguments import check_precision
 from ringjax._pattern.counts import check_flag, check_optional_count, check_optional_flag
@@ -123,7 +124,16 @@ class MeshOptions(TypedDict, total=False):
     """The mesh, and how arrays lie on it."""
 
     mesh: Annotated[Mesh | AbstractMesh | None, Option(None, "the mesh to run on.", check_mesh)]
-    axis_name: Annotated[str, Option("seq", "the mesh axis that the sequence is sharded along.", check_axis_name)]
+    axis_name: Annotated[
+        AxisName,
+        Option(
+            "seq",
+            'the mesh axis that the sequence is sharded along, or several, major first, such as ``("dcn", "ici")``. '
+            "Then a ring goes around the devices of the last axis before it crosses the others, as few times as there "
+            'are others, and ``"all_to_all"`` exchanges along the last one. Those that the mesh lacks are left out.',
+            check_axis_name,
+        ),
+    ]
     spec: Annotated[
         PartitionSpec | None,
         Option(

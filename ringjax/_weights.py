@@ -15,6 +15,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ringjax._kernels.softmax import accumulation_dtype, divisor_of, shift_of
+from ringjax._mesh.axes import AxisName, named
+from ringjax._mesh.mesh import check_axis_name
 from ringjax._mesh.sharded import take_whole
 from ringjax._pattern.arguments import check_arrays, check_positions, read_documents
 from ringjax._pattern.option import read_options, taking
@@ -42,7 +44,7 @@ def attention_weights(
     key: Float[Array, "*B S K H"],
     rows: Sequence[int] | Int[Array | np.ndarray, "R"],
     *,
-    axis_name: str = "seq",
+    axis_name: AxisName = "seq",
     **options: Unpack[WeightsOptions],
 ) -> Float[Array, "*B N R S"]:
     """Returns the weights with which some rows of :func:`ring_dilated_attention` attend to all keys.
@@ -54,7 +56,8 @@ def attention_weights(
       query: [..., T, N, H], all queries; or the chunk of them that begins at `query_offset`.
       key: [..., S, K, H], all keys.
       rows: the numbers of R queries, from 0 to T - 1.
-      axis_name: the mesh axis that the sequence is sharded along; inside a shard_map over it, the call is an error.
+      axis_name: the mesh axis that the sequence is sharded along, or several; inside a shard_map over them, the call is
+        an error.
       **options: as :func:`ring_dilated_attention` takes them.
 
     Returns:
@@ -74,7 +77,8 @@ def attention_weights(
     """
     asked = read_options(WeightsOptions, options, OF_FUNCTION, "attention_weights")
     check_arrays(query, key, key)
-    if axis_name in jax.sharding.get_abstract_mesh().manual_axes:
+    check_axis_name("axis_name", axis_name)
+    if {*named(axis_name)} & {*jax.sharding.get_abstract_mesh().manual_axes}:
         raise ValueError(f"attention_weights inside a shard_map over {axis_name!r} sees one shard: call it outside")
     if isinstance(asked.query_offset, Tracer):
         raise TypeError("query_offset is traced: attention_weights takes an integer, known when the call is traced")

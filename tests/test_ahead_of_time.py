@@ -35,7 +35,15 @@ from benchmarks.ahead_of_time import (
 from benchmarks.deviceless import CONTROL, DOCUMENTS, find_libraries, try_program
 from benchmarks.gpu_kernels import count
 from benchmarks.kernels import counted, longnet, rows_of
-from benchmarks.programs import array_sizes, entry_permutes, gathers, has_dimension, loop_lines, loop_permutes
+from benchmarks.programs import (
+    array_sizes,
+    crossing_permutes,
+    entry_permutes,
+    gathers,
+    has_dimension,
+    loop_lines,
+    loop_permutes,
+)
 from ringjax import DilatedPattern, Segments, Window, make_mesh, plan, ring_dilated_attention
 from ringjax._kernels.mosaic import FIRST_JAX
 from ringjax._pattern.warning import warning_anew
@@ -138,6 +146,31 @@ def test_every_permute_in_a_loop_overlaps_with_computation(name, implementation,
     permutes = loop_permutes(text)
     assert permutes
     assert all(permutes)
+    for collective in ("all-gather", "all-to-all"):
+        assert collective not in text
+
+
+@of_both
+@pytest.mark.parametrize(
+    ("name", "outer_size", "implementation"),
+    [
+        ("4 x 8 H100s", 4, "xla"),
+        pytest.param("4 x 8 H100s", 4, "cudnn", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", 2, "xla", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", 2, "mosaic", marks=pytest.mark.slow),
+    ],
+)
+def test_rings_over_two_axes_hide_what_crosses_the_outer_one(name, outer_size, implementation, gradient):
+    """All but the gradients' way back, after the last step."""
+    tokens, count = ENOUGH_TO_HIDE if name.startswith("v") else TOKENS, len(devices(*TOPOLOGIES[name]))
+    options = {"length": tokens * count, "pattern": ((tokens * count,), (1,)), "implementation": implementation}
+    text = compile_for(name, gradient, outer_size=outer_size, **options).as_text()
+    permutes = loop_permutes(text)
+    assert permutes
+    assert all(permutes)
+    across = crossing_permutes(text, count // outer_size)
+    assert len(across) > gradient
+    assert len(across) - sum(across) <= gradient
     for collective in ("all-gather", "all-to-all"):
         assert collective not in text
 

@@ -362,6 +362,7 @@ def test_what_the_command_says_of_itself(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = capsys.readouterr().out
+    assert "(default: seq)" in text
     assert "default: None" not in text
     for part in ("the attention:", "the devices:", "rows of the table:", "example:", "(default: 1048576)"):
         assert part in text

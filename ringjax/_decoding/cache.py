@@ -3,6 +3,7 @@
 Where the mesh has a sequence axis, the rows of each cache are sharded along it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
-from ringjax._mesh.mesh import find_axis
+from ringjax._mesh.axes import AxisName
+from ringjax._mesh.mesh import find_axes
 from ringjax._mesh.placement import check_spec
 from ringjax._mesh.sharded import sharded_zeros
 from ringjax._pattern.branch import MAX_POSITIONS
@@ -65,7 +67,7 @@ def make_cache(
     queries: jax.ShapeDtypeStruct,
     num_kv_heads: int,
     mesh: Mesh | AbstractMesh | None = None,
-    axis_name: str = "seq",
+    axis_name: AxisName = "seq",
     spec: PartitionSpec | None = None,
     *,
     per_sequence: bool = False,
@@ -78,8 +80,8 @@ def make_cache(
     Raises:
       ValueError: if queries cannot lie so.
     """
-    mesh, num_shards = find_axis(mesh, axis_name)
-    rows_axis = None if mesh is None else axis_name
+    mesh, axes = find_axes(mesh, axis_name)
+    num_shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     context = get_abstract_mesh()
     if mesh is None and spec is not None and not context.empty:
         # A mesh without a sequence axis may still cut batch and heads.
@@ -93,7 +95,7 @@ def make_cache(
         heads = (len(pattern.heads_of(number, num_kv_heads)) for number, _ in enumerate(pattern.branches))
         rows = num_rows(pattern, max_length, num_shards, rewind)
         shapes = ((*batch, *shape, width) for shape in zip(rows, heads, strict=True))
-        return tuple(sharded_zeros(shape, dtype, mesh, rows_axis, spec) for shape in shapes)
+        return tuple(sharded_zeros(shape, dtype, mesh, axes, spec) for shape in shapes)
 
     of_heads = zeros(width, queries.dtype), zeros(width, queries.dtype)
     length = jnp.zeros(tuple(batch) if per_sequence else (), jnp.int32)

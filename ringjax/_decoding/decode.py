@@ -108,7 +108,7 @@ class Decoder:
         return branch.branch.cached(row, length[..., None] - 1, branch.offset, self.rewind)
 
     def _fill(self, branch: DecodedBranch, tokens: Array, rows: Array, length: Array, sent: list[Array]) -> Array:
-        axis_name, num_shards, shard = self.placement.axis_name, self.placement.num_shards, self.shard
+        axes, num_shards, shard = self.placement.axes, self.placement.num_shards, self.shard
         tokens = tokens[..., branch.heads, :]
         dtype = rows.dtype
 
@@ -119,17 +119,17 @@ class Decoder:
             return _take(tokens, jnp.where(is_here, local, 0), is_here).astype(dtype)
 
         first = jnp.arange(rows.shape[-3], dtype=jnp.int32)
-        if axis_name is None:
+        if not axes:
             return take(first)
         # Each shard in turn is sent its rows, so that no device holds the rows of two shards at once. The sum is in
         # float32 at least, but runs only once for a prompt.
 
         def send(receiver: Any, own: Array) -> Array:
-            sent = psum(take(receiver * first.size + first), axis_name)
+            sent = psum(take(receiver * first.size + first), axes)
             return jnp.where(receiver == shard, sent, own)
 
         # A cache made inside the caller's own shard_map does not vary over devices yet.
-        own = vary(rows, (axis_name,))
+        own = vary(rows, axes)
         return jax.lax.fori_loop(0, num_shards, send, after(own, sent))
 
     def step(
@@ -201,7 +201,7 @@ class Decoder:
     @property
     def shard(self) -> Any:
         """The number of this shard."""
-        return 0 if self.placement.axis_name is None else jax.lax.axis_index(self.placement.axis_name)
+        return jax.lax.axis_index(self.placement.axes) if self.placement.axes else 0
 
     def _attend(
         self, query: Array, key: Array, value: Array, length: Array, keys: Any, values: Any, tokens: Any
@@ -254,14 +254,14 @@ class Decoder:
 
     def over_shards(self, out: Array, lse: Array) -> tuple[Array, Array]:
         """Returns the output and the lse, merged over the shards of keys."""
-        axis_name = self.placement.axis_name
-        if axis_name is None:
+        axes = self.placement.axes
+        if not axes:
             return out, lse
-        maximum = jax.lax.pmax(lse, axis_name)
+        maximum = jax.lax.pmax(lse, axes)
         weight = jnp.exp(lse - shift_of(maximum))
-        denominator = psum(weight, axis_name)
+        denominator = psum(weight, axes)
         divisor = divisor_of(denominator)
-        return psum(out * weight[..., None], axis_name) / divisor[..., None], maximum + jnp.log(divisor)
+        return psum(out * weight[..., None], axes) / divisor[..., None], maximum + jnp.log(divisor)
 
 
 def _attend_rows(

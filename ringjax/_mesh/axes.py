@@ -1,15 +1,24 @@
 """The axes of a mesh that cut an array, as its spec says."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 Axes = tuple[str, ...]
+# The axis of the sequence as callers name it, or its axes, major first.
+AxisName = str | Sequence[str]
+
+
+def named(axis_name: AxisName) -> Axes:
+    """Returns the axes that a caller names."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
 def axes_of(spec: P) -> list[Axes]:
@@ -70,6 +79,18 @@ def vary(array: Array, axes: Iterable[str]) -> Array:
 def psum(array: Array, axes: str | Axes) -> Array:
     """Returns the sum over mesh axes, computed in float32 at least, in the dtype of the array."""
     return jax.lax.psum(_widen(array), axes).astype(array.dtype)
+
+
+def permute(arrays: Any, axes: Axes, pairs: Iterable[tuple[int, int]]) -> Any:
+    """Sends arrays from the first to the second device of each pair, numbered along mesh axes, the first one major."""
+    if len(axes) == 1:
+        return jax.lax.ppermute(arrays, axes, list(pairs))
+    # JAX numbers the devices of a permute in the order of the mesh's axes, whatever the order of their names.
+    in_order = sorted(axes, key=jax.sharding.get_abstract_mesh().axis_names.index)
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
+    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose([axes.index(axis) for axis in in_order])
+    device = np.argsort(numbers.reshape(-1)).tolist()
+    return jax.lax.ppermute(arrays, tuple(in_order), [(device[here], device[there]) for here, there in pairs])
 
 
 def _widen(array: Array) -> Array:

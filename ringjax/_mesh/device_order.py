@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from ringjax._mesh.axes import AxisName, named
+from ringjax._mesh.mesh import check_axis_name
 from ringjax._pattern.counts import is_integer
 
 Cell = tuple[int, ...]
@@ -20,7 +22,7 @@ def make_mesh(
     axis_names: Sequence[str],
     axis_types: tuple[AxisType, ...] | None = None,
     *,
-    axis_name: str = "seq",
+    axis_name: AxisName = "seq",
     inner_axes: Sequence[str] = ("tensor",),
     exchange_size: int = 1,
     devices: Sequence[Any] | None = None,
@@ -28,15 +30,16 @@ def make_mesh(
     """Makes a mesh like :func:`jax.make_mesh`, whose rings along the sequence axis hop between near neighbours.
 
     The sequence axis, at any place among the axes, goes through the devices of one node (of one slice) before those of
-    the next, so that the fewest hops cross the network. On a TPU a ring walks around a box of the grid, each hop to a
-    neighboring chip, and the axes of `inner_axes` lead to adjacent boxes. Unlike :func:`jax.make_mesh` it accepts
-    devices of several nodes or slices.
+    the next, so that the fewest hops cross the network; so does the last of several. On a TPU a ring walks around a box
+    of the grid, each hop to a neighboring chip, and the axes of `inner_axes` lead to adjacent boxes. Unlike
+    :func:`jax.make_mesh` it accepts devices of several nodes or slices.
 
     Args:
       axis_shapes: the size of each axis.
       axis_names: the name of each axis.
       axis_types: the type of each axis; by default they are Explicit, as in :func:`jax.make_mesh`.
-      axis_name: the mesh axis that the sequence is sharded along.
+      axis_name: the mesh axis that the sequence is sharded along, or several, major first: those before the last lead
+        from ring to ring, between nodes or slices.
       inner_axes: axes whose devices are to be nearer still, as they communicate in every layer and wait for it; names
         that the mesh does not have are ignored.
       exchange_size: how many devices exchange tokens for heads, where ``strategy="all_to_all"`` has a ring between such
@@ -48,8 +51,8 @@ def make_mesh(
       The mesh, with the axes in the order of `axis_names`.
 
     Raises:
-      ValueError: if an axis has no size or no name of its own, if none is named `axis_name`, if its size is no multiple
-        of `exchange_size`, or if there are too few devices.
+      ValueError: if an axis has no size or no name of its own, if `axis_name` is none of them, if its size is no
+        multiple of `exchange_size`, or if there are too few devices.
 
     Example:
       >>> dict(make_mesh((1, 1), ("data", "seq")).shape)
@@ -62,21 +65,23 @@ def make_mesh(
     if len(set(names)) < len(names):
         raise ValueError(f"{axis_names=} has a name twice: give each axis a name of its own")
     sizes, count = dict(zip(names, axis_shapes, strict=True)), math.prod(axis_shapes)
-    if axis_name not in sizes:
+    check_axis_name("axis_name", axis_name)
+    *across, around = named(axis_name)
+    if not sizes.keys() >= {*across, around}:
         raise ValueError(f"axis_name={axis_name!r} is not among {axis_names=}: name the axis of the sequence")
-    if not (is_size(exchange_size) and sizes[axis_name] % exchange_size == 0):
+    if not (is_size(exchange_size) and sizes[around] % exchange_size == 0):
         raise ValueError(
-            f"{exchange_size=} does not divide the {sizes[axis_name]} devices of the axis {axis_name!r}: give how many "
+            f"{exchange_size=} does not divide the {sizes[around]} devices of the axis {around!r}: give how many "
             "of these exchange tokens for heads"
         )
     if count > len(devices):
         raise ValueError(
             f"axis_shapes={tuple(axis_shapes)} asks for {count} devices, but there are {len(devices)}: ask for fewer"
         )
-    inner = [name for name in names if name in inner_axes and name != axis_name]
-    outer = [name for name in names if name not in (axis_name, *inner)]
-    rings = _rings(devices[:count], sizes[axis_name], math.prod(sizes[name] for name in inner), exchange_size)
-    order = [*outer, axis_name, *inner]
+    inner = [name for name in names if name in inner_axes and name not in (*across, around)]
+    outer = [name for name in names if name not in (*across, around, *inner)]
+    rings = _rings(devices[:count], sizes[around], math.prod(sizes[name] for name in inner), exchange_size)
+    order = [*outer, *across, around, *inner]
     array = rings.reshape([sizes[name] for name in order]).transpose([order.index(name) for name in names])
     return Mesh(array, names, axis_types=axis_types or (AxisType.Explicit,) * len(names))
 

@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from ringjax._mesh.axes import Axes, AxisName, named
+
 
 def check_mesh(name: str, mesh: Any) -> None:
     """Checks the mesh that a call is given, or None.
@@ -23,13 +25,16 @@ def check_mesh(name: str, mesh: Any) -> None:
 
 
 def check_axis_name(name: str, axis: Any) -> None:
-    """Checks the name of an axis.
+    """Checks the name of the sequence's axis, or the names of its axes.
 
     Raises:
-      TypeError: naming the argument, its value and the remedy.
+      TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if not isinstance(axis, str):
-        raise TypeError(f"{name}={axis!r} must be the name of a mesh axis, such as 'seq'")
+    names = axis if isinstance(axis, tuple | list) else (axis,)
+    if not (names and all(isinstance(one, str) for one in names)):
+        raise TypeError(f"{name}={axis!r} must be the name of a mesh axis, such as 'seq', or a tuple of names")
+    if len({*names}) < len(names):
+        raise ValueError(f"{name}={axis!r} has a name twice: give each axis once")
 
 
 def check_spec(name: str, spec: Any) -> None:
@@ -42,13 +47,13 @@ def check_spec(name: str, spec: Any) -> None:
         raise TypeError(f"{name}={spec!r} must be a jax.sharding.PartitionSpec, such as P('data', 'seq', 'tensor')")
 
 
-def check_has_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> None:
-    """Checks that a mesh has the axis of the sequence.
+def check_has_axis(mesh: Mesh | AbstractMesh | None, axis_name: AxisName) -> None:
+    """Checks that a mesh has the axes of the sequence.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
     """
-    if mesh is not None and axis_name not in mesh.axis_names:
+    if mesh is not None and not present(mesh, axis_name):
         raise ValueError(
             f"mesh={mesh} has no axis axis_name={axis_name!r}: name one of {mesh.axis_names}, or leave mesh out"
         )
@@ -72,13 +77,17 @@ def find_mesh(
     return (None, "nowhere") if context.empty else (context, "jax.set_mesh")
 
 
-def find_axis(mesh: Mesh | AbstractMesh | None, axis_name: str) -> tuple[Mesh | AbstractMesh | None, int]:
-    """Returns the mesh that is given or that `jax.set_mesh` holds, None if it lacks the axis, and the axis' size."""
+def find_axes(mesh: Mesh | AbstractMesh | None, axis_name: AxisName) -> tuple[Mesh | AbstractMesh | None, Axes]:
+    """Returns the mesh that is given or that `jax.set_mesh` holds, None if it lacks the axes, and those that it has."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if types.get(axis_name, AxisType.Manual) == AxisType.Manual:
-        return None, 1
-    return mesh, mesh.shape[axis_name]
+    axes = tuple(axis for axis in present(mesh, axis_name) if types[axis] != AxisType.Manual)
+    return (mesh, axes) if axes else (None, ())
+
+
+def present(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Axes:
+    """Returns the axes of the sequence that a mesh has."""
+    return tuple(axis for axis in named(axis_name) if axis in mesh.axis_names)
 
 
 def mesh_of(array: Array) -> Mesh | AbstractMesh | None:

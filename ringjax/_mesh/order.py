@@ -25,15 +25,16 @@ def after(arrays: Any, earlier: Any, *, is_copied: bool = False) -> Any:
     """
     if not jax.tree.leaves(earlier):
         return arrays
-
-    def wait(arrays: Any, earlier: Any) -> Any:
-        # XLA drops a dependency that it can prove to change nothing. It cannot prove that a word has at most 32 set
-        # bits, so it keeps this one.
-        is_there = _count_bits(earlier) <= 32 * len(jax.tree.leaves(earlier))
-        return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
-
     by_platform = {"cpu": wait, "tpu": wait} if is_copied else {"cpu": wait}
     return jax.lax.platform_dependent(arrays, earlier, **by_platform, default=lambda arrays, _: arrays)
+
+
+def wait(arrays: Any, earlier: Any) -> Any:
+    """Returns the arrays, which depend on the arrays `earlier` on all platforms. It costs a pass over the arrays."""
+    # XLA drops a dependency that it can prove to change nothing. It cannot prove that a word has at most 32 set bits,
+    # so it keeps this one.
+    is_there = _count_bits(earlier) <= 32 * len(jax.tree.leaves(earlier))
+    return jax.tree.map(lambda array: jnp.where(is_there, array, jnp.zeros_like(array)), arrays)
 
 
 def when_lowered(default: Callable[..., Any], by_platform: dict[str, Callable[..., Any]]) -> Callable[..., Any]:

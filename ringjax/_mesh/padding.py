@@ -1,5 +1,6 @@
 """Padding of sequences to lengths that a mesh divides, once, before a model, so that its arrays can stay sharded."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Integer, Shaped
 
-from ringjax._mesh.axes import reshard
-from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, find_mesh
+from ringjax._mesh.axes import Axes, AxisName, reshard
+from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, find_mesh, present
 from ringjax._pattern.arguments import read_ids
 from ringjax._pattern.counts import is_integer
 
@@ -23,7 +24,7 @@ def pad_to_mesh(
     *,
     axis: int = -2,
     mesh: Mesh | AbstractMesh | None = None,
-    axis_name: str = "seq",
+    axis_name: AxisName = "seq",
 ) -> tuple[Shaped[Array, "..."], Int[Array, "*B P"]]:
     """Pads sequences with zeros to the next length P that the mesh divides, and shards them along it.
 
@@ -37,7 +38,7 @@ def pad_to_mesh(
       axis: the axis of T, from the end: -1, -2, ...
       mesh: the mesh; by default that of `tokens`, or the one that :func:`jax.set_mesh` holds. Without one, or without
         its axis `axis_name`, nothing is padded.
-      axis_name: the mesh axis to shard along.
+      axis_name: the mesh axis to shard along, or a tuple of axes, major first.
 
     Returns:
       The padded tokens [..., P, D], and their documents [..., P], which are -1 for padding: no token attends to it.
@@ -64,21 +65,21 @@ def pad_to_mesh(
     shape = tokens.shape[: tokens.ndim + axis + 1]
     ids = jnp.zeros(shape, jnp.int32) if document_ids is None else read_ids("document_ids", document_ids, shape)
     found, _ = find_mesh((tokens,), mesh)
-    if found is None or axis_name not in found.axis_names:
+    if found is None or not (axes := present(found, axis_name)):
         return tokens, ids
-    if axis_name in getattr(found, "manual_axes", ()):
+    if {*axes} & {*getattr(found, "manual_axes", ())}:
         raise ValueError(f"pad_to_mesh inside a shard_map over {axis_name!r} sees one shard: call it before")
     # Outside jax.jit, the devices of an abstract mesh may be known from the tokens alone: so one jit pads both arrays.
     pad = _pad if isinstance(found, Mesh) else jax.jit(_pad, static_argnums=(2, 3, 4))
-    return pad(tokens, ids, axis, found, axis_name)
+    return pad(tokens, ids, axis, found, axes)
 
 
-def _pad(tokens: Array, ids: Array, axis: int, mesh: Mesh | AbstractMesh, axis_name: str) -> tuple[Array, Array]:
-    missing = -tokens.shape[axis] % mesh.shape[axis_name]
+def _pad(tokens: Array, ids: Array, axis: int, mesh: Mesh | AbstractMesh, axes: Axes) -> tuple[Array, Array]:
+    missing = -tokens.shape[axis] % math.prod(mesh.shape[name] for name in axes)
 
     def pad(array: Array, axis: int, value: int) -> Array:
         ends = [(0, missing if axis == number - array.ndim else 0) for number in range(array.ndim)]
-        return _shard(jnp.pad(array, ends, constant_values=value), axis, mesh, axis_name)
+        return _shard(jnp.pad(array, ends, constant_values=value), axis, mesh, axes)
 
     return pad(tokens, axis, 0), pad(ids, -1, PADDING)
 
@@ -109,22 +110,22 @@ def unpad(array: Shaped[Array | np.ndarray, "..."], length: int, *, axis: int = 
     if not 0 <= length <= array.shape[axis]:
         raise ValueError(f"length={length} is not between 0 and the {array.shape[axis]} tokens that there are")
     if length < array.shape[axis]:  # a sharded length cannot be cut to one that the mesh does not divide
-        array = _shard(array, axis, find_mesh((array,))[0], None)
+        array = _shard(array, axis, find_mesh((array,))[0], ())
     return jax.lax.slice_in_dim(array, 0, length, axis=axis)
 
 
-def _shard(array: Array, axis: int, mesh: Any, axis_name: str | None) -> Array:
-    """Shards a dimension along an axis of a mesh, or along none, and leaves the other dimensions as they are."""
+def _shard(array: Array, axis: int, mesh: Any, axes: Axes) -> Array:
+    """Shards a dimension along axes of a mesh, or along none, and leaves the other dimensions as they are."""
     if mesh is None:
         return array
     if AxisType.Explicit in mesh.axis_types:
         spec = list(jax.typeof(array).sharding.spec)
-        spec[axis] = axis_name
+        spec[axis] = axes or None
         return reshard(array, mesh, P(*spec))
-    if axis_name is None:
+    if not axes:
         return array
     spec: list[Any] = [P.UNCONSTRAINED] * array.ndim
-    spec[axis] = axis_name
+    spec[axis] = axes
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*spec)))
 
 

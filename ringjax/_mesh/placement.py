@@ -12,24 +12,25 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from ringjax._mesh.axes import Axes, Cuts, cuts_of, reshard, varying_axes
-from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of
+from ringjax._mesh.axes import Axes, AxisName, Cuts, cuts_of, reshard, varying_axes
+from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of, present
 
 
 class Placement(NamedTuple):
     """How tokens and heads lie on a mesh, and which of its axes are still to be mapped over.
 
-    `axis_name` is None where the mesh has no sequence axis: then each device holds all tokens. `mapped` holds the axes
-    that shard_map has to make manual. It is empty where there is no mesh, or where the caller's own shard_map has made
-    all of them manual. `batch`, `heads` and `kv_heads` say which axes cut these dimensions; the first `num_vmaps` of
-    the batch dimensions are instances of vmaps. `unmapped` holds the Auto axes of several devices that are not mapped,
-    `num_unmapped` devices in all: the compiler decides what they cut. `platform` is the name in lowering: "cuda", not
+    `axes` are those of the sequence, major first, with their `sizes`. There are none where the mesh has no sequence
+    axis: then each device holds all tokens. `mapped` holds the axes that shard_map has to make manual. It is empty
+    where there is no mesh, or where the caller's own shard_map has made all of them manual. `batch`, `heads` and
+    `kv_heads` say which axes cut these dimensions; the first `num_vmaps` of the batch dimensions are instances of
+    vmaps. `unmapped` holds the Auto axes of several devices that are not mapped, `num_unmapped` devices in all: the
+    compiler decides what they cut. `platform` is the name in lowering: "cuda", not
     "gpu". If it is known only at lowering, it is JAX's default platform until then.
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    axis_name: str | None = None
-    num_shards: int = 1
+    axes: Axes = ()
+    sizes: tuple[int, ...] = ()
     mapped: frozenset[str] = frozenset()
     batch: tuple[Axes, ...] = ()
     heads: Axes = ()
@@ -42,9 +43,24 @@ class Placement(NamedTuple):
     num_unmapped: int = 1
 
     @property
+    def axis_name(self) -> AxisName | None:
+        """The axis of the sequence, or its axes, as callers name them; None if there is none."""
+        return self.axes if len(self.axes) > 1 else next(iter(self.axes), None)
+
+    @property
+    def num_shards(self) -> int:
+        """The devices along the sequence."""
+        return math.prod(self.sizes)
+
+    @property
+    def are_axes_mapped(self) -> bool:
+        """Whether shard_map has to make the axes of the sequence manual; else the arrays are the shards of a caller."""
+        return bool(self.axes) and self.mapped.issuperset(self.axes)
+
+    @property
     def is_whole(self) -> bool:
         """Whether no axis cuts the arrays beyond those known here: without a known mesh, jit may still shard them."""
-        is_seen = self.mesh is not None or self.axis_name is not None or jax.device_count() == 1
+        is_seen = self.mesh is not None or bool(self.axes) or jax.device_count() == 1
         return is_seen and not self.unmapped
 
     def block(self, array: Array) -> tuple[int, ...]:
@@ -61,8 +77,7 @@ class Placement(NamedTuple):
 
     def length(self, array: Array) -> int:
         """Returns the length of the whole sequence, given an array [*batch, T, heads, width] of it or of one shard."""
-        is_shard = self.axis_name is not None and self.axis_name not in self.mapped
-        return array.shape[-3] * (self.num_shards if is_shard else 1)
+        return array.shape[-3] * (1 if self.are_axes_mapped else self.num_shards)
 
     def check_shards(self, shards: dict[str, Array], query_offset: Any) -> None:
         """Checks that arrays vary along the sequence axis and the offset does not, if the caller's shard_map tracks it.
@@ -70,19 +85,19 @@ class Placement(NamedTuple):
         Raises:
           ValueError: naming the axis and the remedy.
         """
-        axis = self.axis_name
-        if axis is None or axis in self.mapped or self.num_shards == 1:
+        if self.num_shards == 1 or self.are_axes_mapped:
             return
-        if axis not in varying_axes(jax.lax.axis_index(axis)):  # inside a shard_map with check_vma=False
+        axis, axes = self.axis_name, frozenset(self.axes)
+        if not axes <= varying_axes(jax.lax.axis_index(self.axes)):  # inside a shard_map with check_vma=False
             return
-        same = [name for name, array in shards.items() if axis not in varying_axes(array)]
+        same = [name for name, array in shards.items() if not axes <= varying_axes(array)]
         if same:
             raise ValueError(
                 f"{', '.join(same)} would be the same shard on all devices of axis_name={axis!r}, over which the "
                 f"caller's shard_map maps: shard the length by its in_specs, such as P(None, {axis!r}), or leave "
                 f"{axis!r} out of its axis_names"
             )
-        if isinstance(query_offset, jax.Array) and axis in varying_axes(query_offset):
+        if isinstance(query_offset, jax.Array) and axes & varying_axes(query_offset):
             raise ValueError(
                 f"query_offset differs between the devices of axis_name={axis!r}: it is the position of the first "
                 "query of the whole sequence; give all the same, 0 for a sequence from its beginning"
@@ -109,7 +124,7 @@ class Placement(NamedTuple):
     def lay_out(self, array: Array, kind: str) -> Array:
         """Pads an array's length to equal shards, and gives it the sharding that `map` takes."""
         axis = array.ndim - (3 if kind in "qk" else 1)
-        padding = -array.shape[axis] % self.num_shards if self.axis_name in self.mapped and kind not in "ri" else 0
+        padding = -array.shape[axis] % self.num_shards if self.are_axes_mapped and kind not in "ri" else 0
         if padding:
             array = jnp.pad(array, [(0, padding if dim == axis else 0) for dim in range(array.ndim)])
         return self.reshard(array, kind)
@@ -119,7 +134,7 @@ class Placement(NamedTuple):
 
         Left idle, all devices along them would compute all instances.
         """
-        used = {self.axis_name, *self.heads, *itertools.chain.from_iterable(self.batch)}
+        used = {*self.axes, *self.heads, *itertools.chain.from_iterable(self.batch)}
         idle: Axes = ()
         for name, size, kind in () if self.mesh is None else _axes(self.mesh):
             if name in self.mapped - used and kind == AxisType.Auto and size > 1 and count % size == 0:
@@ -142,7 +157,7 @@ class Placement(NamedTuple):
         if kind in "ri":
             return P(*(axes or None for axes in self.batch[: self.num_vmaps if kind == "i" else 0]))
         is_length_sharded, kind = is_length_sharded and kind.islower(), kind.lower()
-        length = self.axis_name if is_length_sharded and self.axis_name in self.mapped else None
+        length = self.axis_name if is_length_sharded and self.are_axes_mapped else None
         heads = {"q": [self.heads or None], "k": [self.kv_heads or None], "d": []}[kind]
         return P(*(axes or None for axes in self.batch), length, *heads)
 
@@ -158,7 +173,7 @@ def find_placement(
     key: Array,
     value: Array,
     mesh: Mesh | AbstractMesh | None,
-    axis_name: str,
+    axis_name: AxisName,
     spec: P | None = None,
 ) -> Placement:
     """Returns the placement of a call's arrays.
@@ -181,16 +196,21 @@ def find_placement(
 
     types = {name: kind for name, _, kind in _axes(mesh)}
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
-    has_axis = axis_name in types
+    axes = present(mesh, axis_name)
+    manual = tuple(axis for axis in axes if types[axis] == AxisType.Manual)
+    if manual not in ((), axes):
+        raise ValueError(
+            f"the caller's shard_map maps over {manual} of axis_name={axis_name!r}: map over all of these or none"
+        )
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
-    mapped = known | {axis_name} if has_axis and types[axis_name] != AxisType.Manual else known
+    mapped = known if manual else known | {*axes}
     # An axis of one device cuts nothing, but is mapped too, since kernels accept no Auto axis. Inside the caller's own
     # shard_map it stays Auto: mapping it would need another shard_map around this call.
-    if (mapped or has_axis) and AxisType.Manual not in types.values():
+    if (mapped or axes) and AxisType.Manual not in types.values():
         mapped |= {name for name, kind in types.items() if kind == AxisType.Auto and mesh.shape[name] == 1}
     arrays = {"query": query, "key": key, "value": value}
     cuts = {name: cuts_of(_spec_of(array) if spec is None else spec, array.ndim) for name, array in arrays.items()}
-    _check_cuts(cuts, axis_name)
+    _check_cuts(cuts, axes, axis_name)
     typed = lambda axes: tuple(axis for axis in axes if axis in known)
     heads, *of_keys = (typed(cut.heads) for cut in cuts.values())
     unmapped = {
@@ -200,8 +220,8 @@ def find_placement(
     }
     return Placement(
         mesh=mesh if mapped else None,
-        axis_name=axis_name if has_axis else None,
-        num_shards=mesh.shape[axis_name] if has_axis else 1,
+        axes=axes,
+        sizes=tuple(mesh.shape[axis] for axis in axes),
         mapped=frozenset(mapped),
         batch=tuple(map(typed, cuts["query"].batch)),
         **_split_heads(mesh, heads, dict(zip(("key", "value"), of_keys, strict=True)), key.shape[-2]),
@@ -230,7 +250,7 @@ def check_spec(
     query: Array | jax.ShapeDtypeStruct,
     num_kv_heads: int,
     mesh: Mesh | AbstractMesh,
-    axis_name: str,
+    axis_name: AxisName,
     name: str = "query",
 ) -> None:
     """Checks that queries [*batch, T, N, H], and `num_kv_heads` key/value heads, can lie on a mesh as a spec says.
@@ -258,20 +278,20 @@ def check_spec(
                 f"spec={spec} cuts dimension {dimension} of {name}, {query.shape}, over the {shards} devices of {axes}"
                 ": leave these axes out, or make the dimension a multiple"
             )
-    _check_cuts({name: cuts_of(spec, query.ndim)}, axis_name)
+    _check_cuts({name: cuts_of(spec, query.ndim)}, present(mesh, axis_name), axis_name)
     _check_kv_heads(mesh, heads, num_kv_heads)
 
 
-def _check_cuts(cuts: dict[str, Cuts], axis_name: str) -> None:
+def _check_cuts(cuts: dict[str, Cuts], axes: Axes, axis_name: AxisName) -> None:
     for name, (batch, length, heads, width) in cuts.items():
-        if length not in ((), (axis_name,)):
+        if length not in ((), axes):
             raise ValueError(
                 f"the length of {name} is sharded over {length}, but axis_name={axis_name!r}: "
-                f"shard the length over {axis_name!r} alone, or name its one axis with axis_name"
+                f"shard the length over {axis_name!r} alone, or name its axes with axis_name"
             )
         if width:
             raise ValueError(f"the last dimension of {name} is sharded over {width}: shard its heads instead")
-        if any(axis_name in axes for axes in (*batch, heads)):
+        if {*axes} & {*itertools.chain(heads, *batch)}:
             raise ValueError(
                 f"batch or heads of {name} are sharded over axis_name={axis_name!r}, the axis of the sequence: shard "
                 "them over others"

@@ -4,6 +4,7 @@ import math
 
 from jaxtyping import Array
 
+from ringjax._mesh.axes import AxisName, named
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement
 from ringjax._pattern.warning import warn_once
@@ -32,10 +33,10 @@ axis_name='context'
 _LIKE_SEQUENCE = ("context", "cp", "ctx", "length", "ring", "sequence", "seq", "sp", "tokens")
 
 
-def warn_of_mesh(placement: Placement, arrays: tuple[Array, ...], axis_name: str) -> None:
+def warn_of_mesh(placement: Placement, arrays: tuple[Array, ...], axis_name: AxisName) -> None:
     """Warns, once for each mesh, of axes that cut nothing where the sequence axis is missing."""
     query, (mesh, source) = arrays[0], find_mesh(arrays)
-    if placement.axis_name is not None or mesh is None:
+    if placement.axes or mesh is None:
         return
     cutting = {axis for axes in (*placement.batch, placement.heads) for axis in axes}
     idle = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in cutting)
@@ -46,7 +47,7 @@ def warn_of_mesh(placement: Placement, arrays: tuple[Array, ...], axis_name: str
     if idle and (like_sequence or is_too_many):
         likely = (like_sequence or idle)[-1]
         warn_once(
-            (idle, source, axis_name),
+            (idle, source, named(axis_name)),
             f"the mesh from {source} has no axis axis_name={axis_name!r}, and nothing says that {idle} cut batches or "
             f"heads: every device there computes all tokens; name the sequence's axis, such as axis_name={likely!r}",
             MeshWarning,
@@ -56,9 +57,9 @@ def warn_of_mesh(placement: Placement, arrays: tuple[Array, ...], axis_name: str
 def warn_of_length(placement: Placement, length: int) -> None:
     """Warns, once, of a length that the mesh does not divide: its results are whole on each device."""
     shards = placement.num_shards
-    if placement.axis_name in placement.mapped and length > shards and length % shards:
+    if placement.are_axes_mapped and length > shards and length % shards:
         warn_once(
-            (placement.axis_name, shards),
+            (placement.axes, shards),
             f"the {shards} devices of {placement.axis_name!r} do not divide the length of query: the output comes back "
             "whole on each, which then computes all that follows; pad tokens once, before the model, with "
             "ringjax.pad_to_mesh",

@@ -10,6 +10,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array
 
+from ringjax._mesh.axes import permute
 from ringjax._mesh.order import after
 from ringjax._parallel.ulysses import Ulysses, exchange
 from ringjax._schedule.schedule import BranchSchedule
@@ -57,8 +58,12 @@ class Collectives(NamedTuple):
     rows_axis: int
 
     def rotate(self, arrays: Any, hops: int = 1) -> Any:
-        """Moves every shard's arrays by `hops` shards along its ring."""
+        """Moves every shard's arrays by `hops` shards around its ring, or around its group in a ring of several."""
         return self._permute(arrays, self.schedule.permutation(hops))
+
+    def cross(self, arrays: Any, hops: int = 1) -> Any:
+        """Moves every shard's arrays by `hops` groups."""
+        return self._permute(arrays, self.schedule.crossing(hops))
 
     def hop(self, arrays: Any, hops: int) -> Any:
         """Moves every shard's arrays by `hops` shards, without wrapping around: shards without a source get zeros."""
@@ -69,7 +74,7 @@ class Collectives(NamedTuple):
         return _pack(lambda packed: self.hop(packed, hops), rows)
 
     def _permute(self, arrays: Any, permutation: Sequence[tuple[int, int]]) -> Any:
-        return jax.lax.ppermute(arrays, self.ulysses.axis_name, self.ulysses.pairs(permutation))
+        return permute(arrays, self.ulysses.axes, self.ulysses.pairs(permutation))
 
     def deal(self, tiles: Any, side: Side) -> Any:
         """Returns the tiles that the shard computes, given those of the tokens that it holds."""
@@ -97,7 +102,7 @@ class Collectives(NamedTuple):
             axis = self._axis(array)
             stripes = array.reshape(*array.shape[:axis], num_groups * side.parts, -1, *array.shape[axis + 1 :])
             parts = rearrange(jnp.moveaxis(stripes, axis, 0), there, **sizes)
-            dealt = rearrange(exchange(parts, self.ulysses.axis_name, devices), here, **sizes)
+            dealt = rearrange(exchange(parts, self.ulysses.axes, devices), here, **sizes)
             return jnp.moveaxis(dealt, 0, axis).reshape(array.shape)
 
         return jax.tree.map(deal, tiles)
@@ -151,7 +156,7 @@ class Collectives(NamedTuple):
             axis = self._axis(array)
             by_shards = _swap_parts(array, axis, side.num_tile_groups, size)
             parts = by_shards.reshape(*array.shape[:axis], size, -1, *array.shape[axis + 1 :])
-            return exchange(jnp.moveaxis(parts, axis, 0), self.ulysses.axis_name, groups)
+            return exchange(jnp.moveaxis(parts, axis, 0), self.ulysses.axes, groups)
 
         sent = jax.tree.map(send, tiles)
         return [jax.tree.map(lambda array, shard=shard: array[shard], sent) for shard in range(size)]
@@ -161,7 +166,7 @@ class Collectives(NamedTuple):
             return tiles
         collect = functools.partial(
             collective,
-            axis_name=self.ulysses.axis_name,
+            axis_name=self.ulysses.axes,
             axis_index_groups=self.ulysses.groups(self.schedule.gather_groups),
             tiled=True,
         )

@@ -185,9 +185,9 @@ def _group_context(context: Context, axes: frozenset[str]) -> Context:
 
 
 def _axes(arrays: Any, plan: Plan) -> frozenset[str]:
-    """Returns the mesh axes along which any of the arrays varies, and the sequence axis."""
+    """Returns the mesh axes along which any of the arrays varies, and the axes of the sequence."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
-    return axes if plan.placement.axis_name is None else axes | {plan.placement.axis_name}
+    return axes.union(plan.placement.axes)
 
 
 def _group(

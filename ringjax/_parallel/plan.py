@@ -74,7 +74,7 @@ class Plan:
     @property
     def ulysses(self) -> Ulysses:
         """How devices make up shards."""
-        return Ulysses(self.placement.axis_name, self.placement.num_shards, self.ulysses_size)
+        return Ulysses(self.placement.axes, self.placement.num_shards, self.ulysses_size)
 
     # Heads are cut over axes of the mesh first, then over the ranks of a shard.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._kernels.attention_step import AttentionStep, Tiles
-from ringjax._mesh.order import after, unroll
+from ringjax._mesh.order import after, unroll, wait
 from ringjax._parallel.layout import Layout, Operand, Task
 from ringjax._schedule.schedule import Rotation
 
@@ -46,23 +46,46 @@ def forward(task: Task) -> Any:
     if not rotating:
         partial = attend(partial, task.keys, keys, 0, 1)
     for number, rotation in enumerate(rotating):
-        hop = functools.partial(task.collectives.hop, hops=rotation.direction)
-
-        def hop_and_attend(carry: Any, hops: Array, rotation: Rotation = rotation, hop: Any = hop) -> tuple[Any, None]:
-            keys, partial = carry
-            arriving = hop(keys)
-            return (arriving, attend(partial, task.keys, keys, hops, rotation.direction)), None
-
         arriving = after(keys, partial if number else [halo.arrays for halo in halos])
-        first_hop = min(number, 1)  # the first rotation begins with a shard's own keys
-        carry = hop(arriving) if first_hop else arriving, partial
-        hops = jnp.arange(first_hop, rotation.steps, dtype=jnp.uint32)
-        (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=unroll(hops, implementation.platform))
-        partial = attend(partial, task.keys, last, rotation.steps, rotation.direction)
+        # The first rotation begins with a shard's own keys.
+        partial = _attend_around(task, rotation, attend, arriving, partial, first_hop=min(number, 1))
     for rotation, halo in zip(with_halos, halos, strict=True):
         tiles, partial = halo.behind(partial)
         partial = attend(partial, halo.operand, tiles, rotation.steps + 1, rotation.direction)
     return partial
+
+
+def _attend_around(
+    task: Task, rotation: Rotation, attend: Callable[..., Any], keys: Tiles, partial: Any, first_hop: int
+) -> Any:
+    """Adds the attention on keys that rotate, from their hop number `first_hop` on."""
+    around, across = task.schedule.turns(rotation)
+    hop = functools.partial(task.collectives.hop, hops=rotation.direction)
+
+    def attend_group(partial: Any, keys: Tiles, crossings: Any, first_hop: int = 0) -> Any:
+        before = crossings * task.schedule.inner_size
+
+        def hop_and_attend(carry: Any, hops: Array) -> tuple[Any, None]:
+            keys, partial = carry
+            arriving = hop(keys)
+            return (arriving, attend(partial, task.keys, keys, hops, rotation.direction)), None
+
+        carry = hop(keys) if first_hop else keys, partial
+        hops = before + jnp.arange(first_hop, around.steps, dtype=jnp.uint32)
+        num_steps = unroll(hops, task.implementation.platform)
+        (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=num_steps)
+        return attend(partial, task.keys, last, before + around.steps, rotation.direction)
+
+    def cross_and_attend(carry: Any, crossings: Array) -> tuple[Any, None]:
+        keys, partial = carry
+        arriving = task.collectives.cross(keys)
+        return (arriving, attend_group(partial, after(keys, arriving), crossings)), None
+
+    if not task.schedule.is_nested:
+        return attend_group(partial, keys, 0, first_hop)
+    crossings = jnp.arange(across.steps, dtype=jnp.uint32)
+    (last, partial), _ = jax.lax.scan(cross_and_attend, (keys, partial), crossings)
+    return attend_group(partial, last, across.steps)
 
 
 def backward(task: Task) -> Addends:
@@ -159,12 +182,8 @@ def _travel(
     its gradient returns.
     """
     rotating = [rotation for rotation in rotations if rotation.steps]
-    hop = lambda tiles, rotation: task.collectives.hop(tiles, rotation.direction)
     if task.schedule.is_closed:
-        own_grad, resident_grad = visit_own(resident_grad, operand, tiles, 0, 1)
-        for rotation in rotating:
-            grad, resident_grad = _rotate(task, operand, rotation, hop(tiles, rotation), visit, resident_grad)
-            own_grad = _add(own_grad, grad)
+        own_grad, resident_grad = _go_around(task, operand, tiles, rotating, visit, visit_own, resident_grad)
         return _Sent(resident_grad, [_Part(operand.layout, own_grad)])
     halos = [task.send(operand, rotation) for rotation in rotations]
     *first, last = (operand.of_part(side) for side in operand.side.in_two_parts())
@@ -180,9 +199,9 @@ def _travel(
     earlier: Any = [halo.arrays for halo in halos]
     for rotation in rotating:
         # An ordering barrier with the part that is computed meanwhile, as for halos.
-        arriving = hop(after(tiles, earlier), rotation), resident_grad
+        arriving = task.collectives.hop(after(tiles, earlier), rotation.direction), resident_grad
         arrived, resident_grad = jax.lax.optimization_barrier(arriving)
-        grad, resident_grad = _rotate(task, operand, rotation, arrived, visit, resident_grad)
+        grad, resident_grad = _rotate(_hopping(task), operand, rotation, arrived, visit, resident_grad)
         parts.append(_Part(operand.layout, grad))
         earlier = grad
     for rotation, halo in zip(rotations, halos, strict=True):
@@ -192,34 +211,98 @@ def _travel(
     return _Sent(resident_grad, parts)
 
 
+def _go_around(
+    task: Task,
+    operand: Operand,
+    tiles: Tiles,
+    rotations: list[Rotation],
+    visit: Callable[..., Any],
+    visit_own: Callable[..., Any],
+    resident_grad: Any,
+) -> tuple[Any, Any]:
+    """Streams an operand around a closed ring, and returns its gradient and that of the stationary operand."""
+
+    def visit_group(
+        resident_grad: Any, operand: Operand, tiles: Tiles, crossings: Any, direction: int, visit_first: Any = visit
+    ) -> tuple[Any, Any]:
+        before = crossings * task.schedule.inner_size
+
+        def visit_later(resident_grad: Any, operand: Operand, tiles: Tiles, hops: Any, direction: int) -> Any:
+            return visit(resident_grad, operand, tiles, before + hops, direction)
+
+        if task.schedule.is_nested:
+            tiles = wait(tiles, resident_grad)
+        own_grad, resident_grad = visit_first(resident_grad, operand, tiles, before, direction)
+        for rotation in rotations:
+            around, _ = task.schedule.turns(rotation)
+            arriving = task.collectives.hop(tiles, direction)
+            grad, resident_grad = _rotate(_hopping(task), operand, around, arriving, visit_later, resident_grad)
+            own_grad = _add(own_grad, grad)
+        return own_grad, resident_grad
+
+    if not task.schedule.is_nested:
+        return visit_group(resident_grad, operand, tiles, 0, 1, visit_own)
+    _, across = task.schedule.turns(*rotations)
+    arriving = task.collectives.cross(tiles)
+    own_grad, resident_grad = visit_group(resident_grad, operand, after(tiles, arriving), 0, 1, visit_own)
+    arriving = after(arriving, own_grad)
+    grad, resident_grad = _rotate(_crossing(task), operand, across, arriving, visit_group, resident_grad)
+    return _add(own_grad, grad), resident_grad
+
+
+class _Moves(NamedTuple):
+    """How tiles, and the sums of their gradients, move between two visits.
+
+    `order` keeps a visit after the moves that are issued before it. `tie` returns tiles and sums, tied to each other.
+    """
+
+    hop: Callable[..., Any]
+    rotate: Callable[..., Any]
+    order: Callable[[Any, Any], Any]
+    tie: Callable[[Any, Any], tuple[Any, Any]]
+    platform: str | None
+
+
+def _hopping(task: Task) -> _Moves:
+    # The barrier ties the tiles to the step that they overlap, as a loop's carry does. Otherwise XLA may send them only
+    # after it, and wait. Around a closed ring it does not, and without a barrier may send narrower sums.
+    barrier = lambda tiles, sums: jax.lax.optimization_barrier((tiles, sums))
+    tie = (lambda tiles, sums: (tiles, sums)) if task.schedule.is_closed else barrier
+    # Sums wrap around the ends of an open ring, unlike their tiles: otherwise they would not return.
+    hop, rotate = task.collectives.hop, task.collectives.rotate
+    return _Moves(hop, rotate, lambda tiles, _: tiles, tie, task.implementation.platform)
+
+
+def _crossing(task: Task) -> _Moves:
+    # A visit has permutes of its own, those around a group. If sums did not depend on the tiles that crossed before
+    # them, XLA would combine both in one message, which neither overlaps.
+    cross = task.collectives.cross
+    return _Moves(cross, cross, after, lambda tiles, sums: (tiles, wait(sums, tiles)), None)
+
+
 def _rotate(
-    task: Task, operand: Operand, rotation: Rotation, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
+    moves: _Moves, operand: Operand, rotation: Rotation, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
 ) -> tuple[Any, Any]:
     """Rotates tiles that have made the first hop, with the sums of their gradients, and sends the sums back."""
     size, direction = rotation.steps, rotation.direction
-    hop = functools.partial(task.collectives.hop, hops=direction)
-    # Sums wrap around the ends of an open ring, unlike their tiles: otherwise they would not return.
-    rotate = task.collectives.rotate
 
     def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
         arrays, grad, resident_grad = carry
-        arriving, grad = hop(arrays), rotate(grad, direction)
+        arriving, grad = moves.hop(arrays, direction), moves.rotate(grad, direction)
+        arrays = moves.order(arrays, (arriving, grad))
         addend, resident_grad = visit(resident_grad, operand, arrays, hops, direction)
-        return (arriving, _add(grad, addend), resident_grad), None
+        return (*moves.tie(arriving, _add(grad, addend)), resident_grad), None
 
-    grad, resident_grad = visit(resident_grad, operand, arrays, 1, direction)
+    arriving = moves.hop(arrays, direction) if size > 1 else ()
+    grad, resident_grad = visit(resident_grad, operand, moves.order(arrays, arriving), 1, direction)
     if size > 1:
-        arriving = hop(arrays)
-        if not task.schedule.is_closed:
-            # The barrier ties the tiles to the step that they overlap, as a loop's carry does. Otherwise XLA may send
-            # them only after it, and wait. In closed rings it does not, and without a barrier may send narrower sums.
-            arriving, grad = jax.lax.optimization_barrier((arriving, grad))
-        carry, hops = (arriving, grad, resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
-        num_steps = unroll(hops, task.implementation.platform)
+        carry, hops = (*moves.tie(arriving, grad), resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
+        num_steps = unroll(hops, moves.platform)
         (arrays, grad, resident_grad), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
-        addend, resident_grad = visit(resident_grad, operand, arrays, size, direction)
-        grad = _add(rotate(grad, direction), addend)
-    return rotate(grad, -direction * size), resident_grad
+        grad = moves.rotate(grad, direction)
+        addend, resident_grad = visit(resident_grad, operand, moves.order(arrays, grad), size, direction)
+        grad = _add(grad, addend)
+    return moves.rotate(grad, -direction * size), resident_grad
 
 
 def _add(some: Any, others: Any) -> Any:

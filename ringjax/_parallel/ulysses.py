@@ -15,6 +15,7 @@ from einops import rearrange
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Int, Shaped
 
+from ringjax._mesh.axes import Axes
 from ringjax._mesh.order import after
 
 # Arrays narrower than this, such as the lse, are exchanged with tokens as the last axis. Otherwise XLA:TPU would pad
@@ -23,24 +24,24 @@ _NARROW = 16
 
 
 class Ulysses(NamedTuple):
-    """The shards along a mesh axis: each is `size` consecutive devices (its ranks), which split its heads."""
+    """The shards along mesh axes: each is `size` consecutive devices (its ranks), which split its heads."""
 
-    axis_name: str | None
+    axes: Axes
     num_devices: int
     size: int = 1
 
     @property
     def shard(self) -> Int[Array, ""]:
         """The number of this device's shard."""
-        if self.axis_name is None:
+        if not self.axes:
             return jnp.int32(0)
-        device = jax.lax.axis_index(self.axis_name)
+        device = jax.lax.axis_index(self.axes)
         return device if self.size == 1 else jax.lax.div(device, jnp.int32(self.size))
 
     @property
     def rank(self) -> Any:
         """The number of this device in its shard."""
-        return 0 if self.size == 1 else jax.lax.rem(jax.lax.axis_index(self.axis_name), jnp.int32(self.size))
+        return 0 if self.size == 1 else jax.lax.rem(jax.lax.axis_index(self.axes), jnp.int32(self.size))
 
     def pairs(self, permutation: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the pairs of devices for pairs of shards: each device sends to the one of the same rank."""
@@ -78,7 +79,7 @@ class Ulysses(NamedTuple):
 
         def gather(array: Array, earlier: Any) -> Array:
             array, groups = after(array, earlier), self._groups
-            return jax.lax.all_gather(array, self.axis_name, axis=1, axis_index_groups=groups, tiled=True)
+            return jax.lax.all_gather(array, self.axes, axis=1, axis_index_groups=groups, tiled=True)
 
         gathered: list[Any] = []
         for array in documents:
@@ -98,23 +99,23 @@ class Ulysses(NamedTuple):
         orders = ["p B n L D" if array.shape[-1] >= _NARROW else "p B L D n" for array in arrays]
         for array, order in zip(arrays, orders, strict=True):
             parts = rearrange(array, f"{here} -> {order}", p=self.size)
-            moved.append(exchange(after(parts, moved[-1:]), self.axis_name, self._groups))
+            moved.append(exchange(after(parts, moved[-1:]), self.axes, self._groups))
         # The first array depends on the others, so whatever waits for it waits for all.
         moved[0] = after(moved[0], moved[1:])
         return tuple(rearrange(parts, f"{order} -> {there}") for parts, order in zip(moved, orders, strict=True))
 
 
 def exchange(
-    parts: Shaped[Array, "p B *rest"], axis_name: str | None, groups: list[list[int]] | None
+    parts: Shaped[Array, "p B *rest"], axes: Axes, groups: list[list[int]] | None
 ) -> Shaped[Array, "p B *rest"]:
     """Sends each device of a group its part, and returns the parts that this device receives."""
     # JAX has no batching rule for `axis_index_groups`: the axis of a vmap is folded into the batch.
-    mapped = custom_vmap(lambda parts: jax.lax.all_to_all(parts, axis_name, 0, 0, axis_index_groups=groups, tiled=True))
+    mapped = custom_vmap(lambda parts: jax.lax.all_to_all(parts, axes, 0, 0, axis_index_groups=groups, tiled=True))
 
     @mapped.def_vmap
     def _(size: int, is_batched: list[bool], parts: Array) -> tuple[Array, bool]:
         del is_batched
-        folded = exchange(rearrange(parts, "v p B ... -> p (v B) ..."), axis_name, groups)
+        folded = exchange(rearrange(parts, "v p B ... -> p (v B) ..."), axes, groups)
         return rearrange(folded, "p (v B) ... -> v p B ...", v=size), True
 
     return mapped(parts)

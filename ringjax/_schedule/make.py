@@ -28,12 +28,14 @@ def make_schedule(
     ulysses_size: int = 1,
     balance: Balance = "zigzag",
     min_stripe_rows: int = 1,
+    num_inner_devices: int | None = None,
 ) -> Schedules:
     """Returns the schedule of each branch for `length` queries, padded to equal shards, and `num_kv_heads` heads.
 
     There are `key_length` keys, as many as queries by default; `query_offset` is the position of the first query, None
     where it is known only when the program runs. Of the devices, `ulysses_size` make up a shard. Stripes have at least
-    `min_stripe_rows` rows: rings with fewer take zigzag instead.
+    `min_stripe_rows` rows: rings with fewer take zigzag instead. If the sequence has several mesh axes, the last one
+    has `num_inner_devices`, which `ulysses_size` divides.
     """
     key_length = length if key_length is None else key_length
     num_shards = num_devices // ulysses_size
@@ -64,7 +66,8 @@ def make_schedule(
             earlier_branches=earlier,
             ulysses_size=ulysses_size,
         )
-        return _deal(_lay_ways(one), balance, min_stripe_rows)
+        inner_size = num_shards if num_inner_devices is None else num_inner_devices // ulysses_size
+        return _deal(_lay_ways(one).nested(inner_size), balance, min_stripe_rows)
 
     return tuple(schedule(number, branch) for number, branch in enumerate(branches))
 

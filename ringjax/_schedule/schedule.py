@@ -60,7 +60,8 @@ class BranchSchedule:
     """One branch of a pattern: its `queries` and `keys` on shards, and the rotations that bring them together.
 
     Rows rotate around rings of `ring_size` consecutive shards; the last ring may be shorter. In a closed ring, one
-    rotation brings each shard the rows of all others. In an open ring, rotations bring only the rows of neighbors that
+    rotation brings each shard the rows of all others; it goes around `outer_size` groups of shards, one after the
+    other. In an open ring, rotations bring only the rows of neighbors that
     are seen. `is_general` says that queries and keys differ in their positions or their number: then all shards form
     one ring.
 
@@ -81,6 +82,7 @@ class BranchSchedule:
     key_rotations: tuple[Rotation, ...] = ()
     query_rotations: tuple[Rotation, ...] = ()
     ring_size: int = 1
+    outer_size: int = 1
     is_causal: bool = False
     is_general: bool = False
     earlier_branches: tuple[tuple[int, Branch], ...] = ()
@@ -171,11 +173,42 @@ class BranchSchedule:
         in_short_ring = shard // (self.num_shards - rest) if rest else 0
         return shard // self.ring_size * self.ring_size, self.ring_size - in_short_ring * (self.ring_size - rest)
 
+    # A ring over two mesh axes goes around the shards of the inner axis, a group, with the rows of each group in turn:
+    # a group's rows cross the outer axis to the next group, each to the shard of its place, and go around there. A hop
+    # around the group costs the links of the inner axis alone, and each shard's rows cross the outer axis only as many
+    # times as there are other groups. While rows go around one group, they are already on their way to the next.
+
+    @property
+    def inner_size(self) -> int:
+        """The number of consecutive shards of a ring that rows go around before they cross to the next group."""
+        return self.ring_size // self.outer_size
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether rows go around several groups of shards, one after the other."""
+        return self.outer_size > 1
+
+    def nested(self, inner_size: int) -> "BranchSchedule":
+        """Returns the schedule whose rings go around groups of so many shards, if they have several of these."""
+        is_closed = bool(self.key_rotations) and self.is_closed and self.num_shards % self.ring_size == 0
+        if not is_closed or inner_size == 1 or self.ring_size % inner_size:
+            return self
+        return dataclasses.replace(self, outer_size=self.ring_size // inner_size)
+
+    def turns(self, rotation: Rotation) -> tuple[Rotation, Rotation]:
+        """Returns the rotations around a group, and from group to group, of which a rotation consists."""
+        inner = self.inner_size - 1 if self.is_nested else rotation.steps
+        return rotation._replace(steps=inner), rotation._replace(steps=self.outer_size - 1)
+
     def source(self, shard: Any, hops: Any, direction: int = 1) -> Any:
         """Returns the shard whose rows are at `shard` after `hops` hops in this direction."""
         if isinstance(hops, int) and hops == 0:
             return shard
         first, size = self.ring(shard)
+        if self.is_nested:
+            inner, outer, place = self.inner_size, self.outer_size, shard - first
+            group = remainder(place // inner + (outer - hops // inner), outer)
+            return first + group * inner + remainder(remainder(place, inner) + (inner - remainder(hops, inner)), inner)
         back = self.ring_size * size - hops if direction > 0 else hops  # not below zero
         return first + remainder(shard - first + back, size)
 
@@ -194,9 +227,20 @@ class BranchSchedule:
         return shard >= first + hops if direction > 0 else shard + hops < first + size
 
     def permutation(self, hops: int) -> tuple[tuple[int, int], ...]:
-        """Returns the (source, destination) pairs that move every shard's rows by `hops` shards along its ring."""
+        """Returns the (source, destination) pairs that move every shard's rows by `hops` shards around its group."""
+        shards, of_groups = np.arange(self.num_shards), self._of_groups
+        return tuple(zip(of_groups.source(shards, *_way(hops)).tolist(), shards.tolist(), strict=True))
+
+    def crossing(self, hops: int) -> tuple[tuple[int, int], ...]:
+        """Returns the pairs that move every shard's rows by `hops` groups along its ring."""
         shards = np.arange(self.num_shards)
-        return tuple(zip(self.source(shards, *_way(hops)).tolist(), shards.tolist(), strict=True))
+        sources = self.source(shards, hops % self.outer_size * self.inner_size)
+        return tuple(zip(sources.tolist(), shards.tolist(), strict=True))
+
+    @property
+    def _of_groups(self) -> "BranchSchedule":
+        """The schedule in which each group of shards is a ring."""
+        return dataclasses.replace(self, ring_size=self.inner_size, outer_size=1) if self.is_nested else self
 
     def hop(self, hops: int) -> tuple[tuple[int, int], ...]:
         """Returns the pairs of `permutation` that do not wrap around the ends of a ring."""

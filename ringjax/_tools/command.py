@@ -90,9 +90,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.help is None or action.default in (None, False, argparse.SUPPRESS, []):
             return action.help
-        default = action.default
-        if isinstance(default, list):
-            default = " ".join(f"{name}={size}" for name, size in default)
+        default = " ".join(action.default) if isinstance(action.default, list) else action.default
         return f"{action.help} (default: {default})"
 
 
@@ -150,7 +148,7 @@ def _add_plan(commands: Any) -> None:
     add("--forward", action="store_true", help="count the forward alone, not the gradient")
     add = one.add_argument_group("the devices").add_argument
     add("--mesh", nargs="+", type=axis_of, metavar="AXIS=SIZE", help="sizes of the mesh axes, seq=8 by default")
-    add("--axis-name", default="seq", help="axis that the sequence is sharded along")
+    add("--axis-name", nargs="+", default=["seq"], help="axis that the sequence is sharded along, or several")
     add("--node-size", type=count_of, help="devices of a node, as the device has it by default")
     add("--device", default="H100", help=f"{', '.join(MACHINES)}, a slice such as v5e:4x4, or a file of figures")
     add("--exchange-size", type=count_of, help="devices that exchange tokens for heads")
@@ -224,7 +222,7 @@ def _read_slice(options: argparse.Namespace) -> None:
     """
     found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", options.device)
     count = 8 if found is None else math.prod(map(int, found[2].split("x")))
-    options.mesh = options.mesh or [(options.axis_name, count)]
+    options.mesh = options.mesh or [(options.axis_name[-1], count)]
     if found is not None:
         size = math.prod(size for _, size in options.mesh)
         if size != count:
@@ -304,7 +302,8 @@ def _read_lengths(documents: str | None, num_tokens: int) -> list[int] | None:
 def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_devices: int | None = None) -> Comparison:
     mesh = dict(options.mesh)
     if num_devices is not None:
-        mesh[options.axis_name] = num_devices
+        *across, around = options.axis_name
+        mesh[around] = max(1, num_devices // math.prod(mesh.get(axis, 1) for axis in across))
     pattern = DilatedPattern(options.branches or [Segments(options.tokens)], merge="union" if options.union else "lse")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says the same
@@ -321,7 +320,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
             is_causal=options.causal,
             features=options.features,
             mesh=mesh,
-            axis_name=options.axis_name,
+            axis_name=tuple(options.axis_name),
             node_size=options.node_size,
             device=options.device,
             exchange_size=options.exchange_size,

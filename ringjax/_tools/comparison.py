@@ -9,6 +9,7 @@ from typing import Any
 
 from ringjax._call import Call
 from ringjax._kernels.implementation import NAME_OF
+from ringjax._mesh.axes import AxisName
 from ringjax._pattern.branch import Window
 from ringjax._pattern.pattern import DilatedPattern, Reach
 from ringjax._pattern.reach_warning import find_problem
@@ -27,7 +28,7 @@ class Comparison:
       forecasts: what each strategy takes.
       best: the forecast with the least time bound, which may mix strategies.
       has_gradient: whether the gradient is counted.
-      axis_name: the mesh axis of the sequence.
+      axis_name: the mesh axis of the sequence, or its axes.
       spec: the mesh axes that cut batches, the sequence and heads; empty if only the sequence is cut.
     """
 
@@ -36,7 +37,7 @@ class Comparison:
     forecasts: tuple[Forecast, ...]
     best: Forecast
     has_gradient: bool
-    axis_name: str = "seq"
+    axis_name: AxisName = "seq"
     spec: tuple[Any, ...] = ()
 
     @property
@@ -272,7 +273,7 @@ def _sizes(call: Call) -> str:
 
 
 def compare(
-    call: Call, machine: Machine, has_gradient: bool = True, axis_name: str = "seq", spec: tuple[Any, ...] = ()
+    call: Call, machine: Machine, has_gradient: bool = True, axis_name: AxisName = "seq", spec: tuple[Any, ...] = ()
 ) -> Comparison:
     """Returns the comparison of the strategies of a call."""
     forecasts = tuple(all_forecasts(call, machine, has_gradient))

@@ -70,8 +70,10 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
     """Compiles a strategy for the devices of its comparison, and returns what the program sends and holds."""
     call, work = comparison.call, comparison.call.work
     size = one.ring_ulysses_size
-    mesh = make_mesh((len(devices),), ("seq",), (AxisType.Auto,), devices=devices, exchange_size=size)
-    sharding = NamedSharding(mesh, P(None, "seq"))
+    inner, axes = call.num_inner_devices or len(devices), ("across", "seq")
+    shape = len(devices) // inner, inner
+    mesh = make_mesh(shape, axes, (AxisType.Auto,) * 2, axis_name=axes, devices=devices, exchange_size=size)
+    sharding = NamedSharding(mesh, P(None, axes))
     length = -(-call.num_queries // len(devices)) * len(devices)
     kv_heads = work.local_heads(1)
     sizes = (work.num_heads, work.width), (kv_heads, work.width), (kv_heads, work.value_width)
@@ -83,6 +85,7 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
         "is_causal": call.is_causal,
         "strategy": one.strategy,
         "mesh": mesh,
+        "axis_name": axes,
         **options_with(call, one.strategy),
     }
     needs, documents = call.request.needs, None

@@ -132,8 +132,9 @@ def _compare(record: Record, machine: Machine | None) -> Comparison:
 
 def _place(record: Record) -> str:
     call, _, placement, source = record
-    if placement.axis_name is None:
+    if not placement.axes:
         where = "no mesh" if source == "nowhere" else f"the mesh from {source} has no sequence axis"
         return f"{where}: one device computes all {call.num_queries:,} tokens"
-    axis = f"the mesh axis {placement.axis_name!r}, which is from {source}"
-    return f"{call.num_queries:,} tokens on the {placement.num_shards} devices of {axis}"
+    axes = f"the mesh {'axes' if len(placement.axes) > 1 else 'axis'} {placement.axis_name!r}"
+    where = f"the {placement.num_shards} devices of {axes}, which {'are' if len(placement.axes) > 1 else 'is'} from"
+    return f"{call.num_queries:,} tokens on {where} {source}"

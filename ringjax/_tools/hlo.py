@@ -21,11 +21,15 @@ def permutes(text: str) -> list[Permute]:
     """Returns the permutes of a compiled program."""
     found = []
     for line, trips in _run_lines(text, "collective-permute"):
-        _, _, rest = line.partition("source_target_pairs={")
-        pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("}}")[0] + "}")
-        pairs = tuple((int(source), int(destination)) for source, destination in pairs)
-        found.append(Permute(trips, _result_bytes(line, "collective-permute"), pairs))
+        found.append(Permute(trips, _result_bytes(line, "collective-permute"), pairs_of(line)))
     return found
+
+
+def pairs_of(line: str) -> tuple[tuple[int, int], ...]:
+    """Returns the sources and destinations of the permute of a line."""
+    _, _, rest = line.partition("source_target_pairs={")
+    pairs = re.findall(r"\{(\d+),(\d+)\}", rest.partition("}}")[0] + "}")
+    return tuple((int(source), int(destination)) for source, destination in pairs)
 
 
 def bytes_sent(text: str) -> dict[str, int]:

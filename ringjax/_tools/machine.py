@@ -65,8 +65,8 @@ class Machine:
 
     def is_inside(self, message: Message, num_devices: int) -> bool:
         """Returns whether a message stays inside one node, on every device."""
-        stays_in_group = message.collective != "permute" and self.node_size % message.distance == 0
-        return num_devices <= self.node_size or stays_in_group
+        span = num_devices if message.collective == "permute" else message.distance
+        return num_devices <= self.node_size or self.node_size % (message.span or span) == 0
 
     def _inside(self, message: Message, num_devices: int) -> float:
         seconds, distance = message.num_bytes / self.link_bandwidth, message.distance

@@ -14,8 +14,8 @@ Direction = Literal["forward", "backward"]
 class Message(NamedTuple):
     """A message that every device sends `times` times, each time with `num_bytes`.
 
-    Arrays that are sent together, such as keys and values, are one message. It goes to devices up to `distance` away.
-    If it `is_hidden`, computation that does not need it runs beside it.
+    Arrays that are sent together, such as keys and values, are one message. It goes to devices up to `distance` away,
+    among `span` consecutive ones, all by default. If it `is_hidden`, computation that does not need it runs beside it.
     """
 
     direction: Direction
@@ -24,6 +24,7 @@ class Message(NamedTuple):
     distance: int
     times: int = 1
     is_hidden: bool = False
+    span: int | None = None
 
 
 def messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Message]:
@@ -58,7 +59,11 @@ def _of_rotations(
 ) -> Iterator[Message]:
     of_devices = functools.partial(Message, direction, "permute", is_hidden=True)
     for rotation in rotations:
-        yield of_devices(row * side.num_padded_rows * (rotation.steps > 0), schedule.ulysses_size, rotation.steps)
+        around, across = schedule.turns(rotation)
+        shard, group = schedule.ulysses_size, schedule.inner_size * schedule.ulysses_size
+        num_bytes, span = row * side.num_padded_rows * (rotation.steps > 0), group if schedule.is_nested else None
+        yield of_devices(num_bytes, shard, around.steps * schedule.outer_size, span=span)
+        yield of_devices(num_bytes * schedule.is_nested, group, across.steps)
         yield of_devices(row * rotation.halo_rows(side), schedule.ulysses_size * abs(rotation.halo_hops))
 
 

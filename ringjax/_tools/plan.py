@@ -10,6 +10,8 @@ import numpy as np
 
 from ringjax._call import Call
 from ringjax._kernels.interface import Request
+from ringjax._mesh.axes import AxisName, named
+from ringjax._mesh.mesh import check_axis_name
 from ringjax._options import KernelOptions, needs_of
 from ringjax._pattern.arguments import DTYPES
 from ringjax._pattern.branch import MAX_POSITIONS, Branch
@@ -45,7 +47,7 @@ def plan(
     dtype: Any = "bfloat16",
     features: Sequence[str] = (),
     mesh: Mapping[str, int] | jax.sharding.Mesh | jax.sharding.AbstractMesh | int = 8,
-    axis_name: str = "seq",
+    axis_name: AxisName = "seq",
     head_axes: str | Sequence[str] = ("tensor",),
     node_size: int | None = None,
     device: str | Machine = "H100",
@@ -68,7 +70,7 @@ def plan(
       features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
       mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
         or a mesh.
-      axis_name: the axis that the sequence is sharded along.
+      axis_name: the axis that the sequence is sharded along, or several, major first.
       head_axes: the axis or axes, besides the sequence's, that heads are sharded along; all others cut the batch.
       node_size: the devices of a node; what the device's figures say by default.
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
@@ -99,17 +101,20 @@ def plan(
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
     check_flags(has_gradient=has_gradient)
+    check_axis_name("axis_name", axis_name)
     sizes = _read_mesh(mesh, axis_name)
     head_axes = (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
     counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
     counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
+    *across, around = (axis for axis in named(axis_name) if axis in sizes)
+    axes = *across, around
     # JSON takes no NumPy integers.
     num_tokens, num_heads, num_kv_heads, batch_size = map(int, (num_tokens, num_heads, num_kv_heads, batch_size))
     head_dim, value_dim, sizes = int(head_dim), int(value_dim), {name: int(size) for name, size in sizes.items()}
-    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis != axis_name)
-    batch_parts = math.prod(size for axis, size in sizes.items() if axis != axis_name and axis not in head_axes)
+    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis not in axes)
+    batch_parts = math.prod(size for axis, size in sizes.items() if axis not in (*axes, *head_axes))
     _check_parts(counts, head_parts, batch_parts, head_axes)
     if document_lengths is not None:
         packings, features = pack(document_lengths, num_tokens), ("document_ids", *features)
@@ -133,7 +138,8 @@ def plan(
         num_queries=num_tokens,
         num_keys=num_tokens,
         query_offset=0,
-        num_devices=sizes[axis_name],
+        num_devices=math.prod(sizes[axis] for axis in axes),
+        num_inner_devices=sizes[around] if across else None,
         batch=batch_size // batch_parts,
         num_heads=num_heads // head_parts,
         num_unmapped=1,
@@ -141,12 +147,13 @@ def plan(
         packings=packings,
         longest_document=longest,
     )
+    axis_name = axes if across else around
     return compare(call, machine, has_gradient, axis_name, _spec(sizes, axis_name, head_axes))
 
 
-def _spec(sizes: dict[str, int], axis_name: str, head_axes: tuple[str, ...]) -> tuple[Any, ...]:
+def _spec(sizes: dict[str, int], axis_name: AxisName, head_axes: tuple[str, ...]) -> tuple[Any, ...]:
     """Returns the axes that cut batches, the sequence and heads; empty if the sequence's axis is the only one."""
-    axes = [axis for axis in sizes if axis != axis_name]
+    axes = [axis for axis in sizes if axis not in named(axis_name)]
     if not axes:
         return ()
     of_batch, of_heads = (tuple(axis for axis in axes if (axis in head_axes) == is_of) for is_of in (False, True))
@@ -154,14 +161,14 @@ def _spec(sizes: dict[str, int], axis_name: str, head_axes: tuple[str, ...]) -> 
     return (one_of(of_batch), axis_name, one_of(of_heads))[: 3 if of_heads else 2]
 
 
-def _read_mesh(mesh: Any, axis_name: str) -> dict[str, int]:
+def _read_mesh(mesh: Any, axis_name: AxisName) -> dict[str, int]:
     """Returns the size of each axis of a mesh.
 
     Raises:
       TypeError: for a mesh of another type.
     """
-    if is_integer(mesh):
-        return {axis_name: int(mesh)}
+    if is_integer(mesh) and len(named(axis_name)) == 1:
+        return {named(axis_name)[0]: int(mesh)}
     sizes = getattr(mesh, "shape", mesh)
     if not isinstance(sizes, Mapping):
         raise TypeError(f"mesh={mesh!r} must be a mesh, the size of each axis by its name, or that of {axis_name!r}")
@@ -178,13 +185,13 @@ def _read_dtype(dtype: Any) -> np.dtype:
     return read
 
 
-def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: str, features: Sequence[str]) -> None:
+def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: AxisName, features: Sequence[str]) -> None:
     for name, count in counts.items():
         check_count(name, count)
         most = _MOST.get(name, 2**20)
         if count > most:
             raise ValueError(f"{name}={count} is above {most}: give fewer")
-    if axis_name not in sizes:
+    if not sizes.keys() & {*named(axis_name)}:
         raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
     unknown = [name for name in features if name not in FEATURES]
     if unknown:
