@@ -32,13 +32,16 @@ def draw(rng: np.random.Generator, most_branches: int = 4, data: int = 10) -> di
     one_of = lambda *choices: choices[rng.integers(len(choices))]
     count, kv_heads = int(rng.integers(1, most_branches + 1)), int(rng.integers(1, 4))
     lengths = [int(rng.integers(1, 70)) for _ in range(count)]
+    devices = one_of(1, 2, 3, 4, 5, 6, 7, 8, 8)
     return {
         "length": int(rng.integers(1, 67)),
         "key_length": one_of(None, None, 7, 24),
         "num_heads": [kv_heads * int(rng.integers(1, 3)), kv_heads],
         "batch": one_of([], [2], [1, 2]),
         "documents": one_of(None, None, "sorted", "mixed"),
-        "devices": one_of(1, 2, 3, 5, 6, 7, 8, 8),
+        "devices": devices,
+        "outer_devices": one_of(1, 1, *(size for size in range(2, devices) if devices % size == 0)),
+        "has_max_logit": bool(one_of(False, False, True)),
         "is_explicit": bool(one_of(False, True)),
         "is_offset_traced": bool(one_of(False, False, True)),
         "branches": [
@@ -61,28 +64,37 @@ def draw(rng: np.random.Generator, most_branches: int = 4, data: int = 10) -> di
         "schedule": {
             "strategy": one_of("ring", "all_gather", "all_to_all", "auto"),
             "block_size": one_of(None, 3, 4, 7),
+            "balance": one_of(None, None, "stripes", "zigzag", "none"),
         },
         "data": rng.integers(2**31, size=data).tolist(),
     }
 
 
 def check(case: dict[str, Any]) -> float:
-    """Returns the largest error of the output, the lse and all gradients, in float64, over all sets of data."""
+    """Returns the largest error of all results and gradients, in float64, over all sets of data."""
     from tests import oracle  # noqa: PLC0415  # after jax is set up
 
     pattern = [getattr(ringjax, kind)(*numbers) for kind, *numbers in case["branches"]]
     arguments = {**case["arguments"], "pattern": pattern}
-    mesh = oracle.make_mesh(AxisType.Explicit if case["is_explicit"] else AxisType.Auto, seq=case["devices"])
+    outer, kind = case["outer_devices"], AxisType.Explicit if case["is_explicit"] else AxisType.Auto
+    mesh = oracle.make_mesh(kind, outer=outer, seq=case["devices"] // outer)
+    schedule = {**case["schedule"], "mesh": mesh, "axis_name": ("outer", "seq")}
 
     @jax.jit
     def results(arrays: Any, sinks: Any, traced: Any) -> Any:
         def loss(query: Any, key: Any, value: Any, *sinks: Any) -> Any:
-            own = {**arguments, **case["schedule"], **traced, "sinks": sinks[0] if sinks else None}
-            attend = oracle.loss(ringjax.ring_dilated_attention, mesh=mesh, **own)
+            own = {**arguments, **schedule, **traced, "sinks": sinks[0] if sinks else None}
+            attend = oracle.loss(ringjax.ring_dilated_attention, **own)
             return attend(query, key, value, *arrays[3:])
 
         inputs = *arrays[:3], *sinks
-        return oracle.with_gradients(loss, tuple(range(len(inputs))))(*inputs)
+        found = oracle.with_gradients(loss, tuple(range(len(inputs))))(*inputs)
+        return (*found, max_logit(arrays, traced)) if case["has_max_logit"] else found
+
+    def max_logit(arrays: Any, traced: Any) -> Any:
+        ids = arrays[3:] if len(arrays) > 4 else next(iter(arrays[3:]), None)
+        own = {name: value for name, value in arguments.items() if name != "uses"} | schedule | traced
+        return ringjax.ring_dilated_attention(*arrays[:3], document_ids=ids, return_max_logit=True, **own)[-1]
 
     largest = 0.0
     for seed in case["data"]:
@@ -90,6 +102,8 @@ def check(case: dict[str, Any]) -> float:
         actual = jax.device_get(results(arrays, sinks, {name: jnp.asarray(one) for name, one in traced.items()}))
         given = {**arguments, **traced, "sinks": sinks[0] if sinks else None}
         expected = oracle.reference_results(arrays, **given)
+        if case["has_max_logit"]:
+            expected = *expected, oracle.greatest_logits(arrays, **given)
         for one, other in zip(actual, expected, strict=True):
             with np.errstate(invalid="ignore"):
                 error = np.where(one == other, 0, np.abs(one - other))

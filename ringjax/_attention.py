@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from ringjax._call import Call
 from ringjax._kernels.interface import Request
 from ringjax._kernels.softmax import Weighting, accumulation_dtype, with_positive_scale
+from ringjax._mesh.axes import vary
 from ringjax._mesh.mesh import find_mesh
 from ringjax._mesh.placement import Placement, find_placement
 from ringjax._mesh.unused import warn_of_length, warn_of_mesh
@@ -36,12 +37,44 @@ from ringjax._recording import Record, record
 
 @overload
 def ring_dilated_attention(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Unpack[Options]
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> tuple[Array, Array]: ...
 @overload
 def ring_dilated_attention(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[False] = False, **options: Unpack[Options]
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[False] = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def ring_dilated_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> Array: ...
+@overload
+def ring_dilated_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Array, Array, Array]: ...
 @own_promotion()
 @taking(AllOptions, in_full=True)
 def ring_dilated_attention(
@@ -49,7 +82,7 @@ def ring_dilated_attention(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     **options: Any,
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "..."], ...]:
     """Computes exact dilated attention over a sequence that is sharded along a mesh axis, in O(T / p) memory.
 
     Equal to :func:`dilated_attention_reference` in value and gradient, whatever the mesh: each device picks the rows
@@ -71,8 +104,9 @@ def ring_dilated_attention(
     Returns:
       The output [..., T, N, V] in query's dtype. Where the mesh divides T, it is sharded along the sequence, even if
       query is not. Its other dimensions are sharded like query's. With `return_residual` also the log-sum-exp (lse)
-      [..., T, N] of the weights before dropout, in float32 (float64 where an argument is). A row that attends to
-      nothing is zero, with an lse of minus infinity and zero gradient. Sums are accumulated in float32 at least. The
+      [..., T, N] of the weights before dropout, in float32 (float64 where an argument is); with `return_max_logit`,
+      last, the greatest logit of each head [N] in the same dtype, over batches, tokens and devices. A row that attends
+      to nothing is zero, with an lse of minus infinity and zero gradient. Sums are accumulated in float32 at least. The
       backward needs the output and the lse: under `jax.checkpoint` a policy that saves the names ``"ringjax_out"`` and
       ``"ringjax_lse"`` keeps it from running the forward again.
 
@@ -137,12 +171,14 @@ def ring_dilated_attention(
     weighting = Weighting(scale, soft_cap, float(asked.dropout_rate), asked.precision)
     plan = _make_plan(call, asked.strategy, placement, weighting, bool(asked.broadcast_dropout))
     if 0 in query.shape[:-3]:
-        out, lse = _nothing(query, key, value)
+        results = _nothing(query, key, value)
     else:
         context = Context(*documents, seed, moving_offset)
         with naming_the_reference():
-            out, lse = _attend(query, key, value, sinks, context, plan, has_lse=bool(asked.return_residual))
-    return (out, lse) if asked.return_residual else out
+            results = _attend(query, key, value, sinks, context, plan, has_lse=bool(asked.return_residual))
+    asked_for = True, asked.return_residual, asked.return_max_logit
+    out, *others = (result for result, is_asked in zip(results, asked_for, strict=True) if is_asked)
+    return (out, *others) if others else out
 
 
 def _read_offset(query_offset: Any) -> tuple[int | None, Array | None]:
@@ -167,24 +203,36 @@ def _make_plan(
         placement=placement,
         broadcast_dropout=broadcast_dropout,
         elsewhere=schedules if is_elsewhere else None,
+        has_maximum=call.work.needs_maximum,
     )
 
 
-def _nothing(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+def _nothing(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """Returns the empty results of a call in which a batch dimension is 0."""
     dtype = accumulation_dtype(query, key, value)
-    return jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), jnp.zeros(query.shape[:-1], dtype)
+    out = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+    return out, jnp.zeros(query.shape[:-1], dtype), jnp.full(query.shape[-2], -jnp.inf, dtype)
 
 
 # An lse that nobody asked for is not returned: it may be minus infinity, which `jax.debug_infs` reports.
 @functools.partial(jax.jit, static_argnames=("plan", "has_lse"))
 def _attend(
     query: Array, key: Array, value: Array, sinks: Array | None, context: Context, plan: Plan, has_lse: bool
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, Array | None, Array | None]:
     lay_out, take_back = plan.placement.lay_out, plan.placement.take_back
     kinds = zip(context, Context.KINDS, strict=True)
     laid_out = (None if array is None else lay_out(array, kind) for array, kind in kinds)
     results: Any = ring_attention(lay_out(query, "q"), lay_out(key, "k"), lay_out(value, "k"), Context(*laid_out), plan)
-    out, lse = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
+    out, lse, *maximum = (take_back(result, query.shape[-3], axis=query.ndim - 3) for result in results)
     out, lse = (out, lse) if sinks is None else add_sinks(out, lse, sinks)
-    return out, lse if has_lse else None
+    greatest = _greatest(maximum[0], plan.placement) if maximum else None
+    return out, lse if has_lse else None, greatest
+
+
+def _greatest(maximum: Float[Array, "*B T N"], placement: Placement) -> Float[Array, "N"]:
+    """Returns the greatest logit of each head, given that of each query."""
+    greatest = jax.lax.stop_gradient(maximum).max(axis=range(maximum.ndim - 1))
+    if not placement.axes or placement.are_axes_mapped:
+        return greatest
+    # Inside the caller's own shard_map each device has some of the tokens.
+    return jax.lax.pmax(vary(greatest, placement.axes), placement.axes)

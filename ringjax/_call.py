@@ -76,6 +76,7 @@ class Call:
             head_parts=query.shape[-2] // self.num_heads,
             document_itemsize=self.document_itemsize,
             needs_lse=self.request.needs_lse,
+            needs_maximum="return_max_logit" in self.request.needs,
             kv_itemsizes=(key.dtype.itemsize, value.dtype.itemsize),
             has_order=self.request.orders_collectives,
             packings=self.packings,

@@ -130,14 +130,18 @@ class Settings:
         dropout_seed: Any = None,
         sinks: Any = None,
         positions: Positions = (None, None),
+        sow: Callable[[Array], Any] | None = None,
     ) -> Float[Array, "*B T N H"]:
-        """Embeds `positions`, by default the global ones, in projected heads, and computes their attention."""
+        """Embeds `positions`, by default the global ones, in projected heads, and computes their attention.
+
+        It passes the greatest logit of each head to `sow`.
+        """
         of_queries, of_keys = positions
         query, key = self._embed(query, of_queries, query_offset), self._embed(key, of_keys, is_key=True)
         options = dict(self.options)
         options |= {} if dropout_seed is not None else {"dropout_rate": 0.0}
         options |= {} if document_ids is not None else {"documents_are_sorted": None}
-        out = ring_dilated_attention(
+        results: Any = ring_dilated_attention(
             query,
             key,
             value,
@@ -146,9 +150,14 @@ class Settings:
             query_offset=query_offset,
             sinks=sinks,
             dropout_seed=dropout_seed,
+            return_max_logit=sow is not None,
             **options,
         )
-        return cast(Array, out)
+        if sow is None:
+            return results
+        out, greatest = results
+        sow(greatest)
+        return out
 
     def _embed(
         self, array: Float[Array, "*B T N H"], positions: Array | None, offset: Any = 0, is_key: bool = False

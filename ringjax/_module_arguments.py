@@ -91,7 +91,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 # The arguments of modules that `check_module` checks.
-_FLAGS = "normalize_qk", "decode", "use_bias"
+_FLAGS = "normalize_qk", "decode", "use_bias", "sow_max_logit"
 _MAKERS = "kernel_init", "out_kernel_init", "bias_init", "out_bias_init", "sinks_init", "inner_norm", "qk_norm"
 CHECKED = "sinks", "out_features", "dtype", "param_dtype", "use_out_bias", "deterministic", *_FLAGS, *_MAKERS
 

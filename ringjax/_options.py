@@ -169,10 +169,25 @@ class AllDecodeOptions(DecodeOptions, ResultOptions, total=False):
 
 
 class Options(ModuleOptions, TokenOptions, SeedOptions, total=False):
-    """The options of :func:`ring_dilated_attention`, except the one on which the type of its result depends."""
+    """The options of :func:`ring_dilated_attention`, except those on which the type of its result depends."""
 
 
-class AllOptions(Options, ResultOptions, total=False):
+class LogitOptions(TypedDict, total=False):
+    """What is returned of the logits."""
+
+    return_max_logit: Annotated[
+        bool,
+        Option(
+            False,
+            "whether to return, last, the greatest logit of each query head [N], as QK-clip needs it: over all pairs "
+            "that the call sees, scaled and capped, without sinks; minus infinity where there are none. It has no "
+            "gradient. cuDNN's kernel does not give it.",
+            check_flag,
+        ),
+    ]
+
+
+class AllOptions(Options, ResultOptions, LogitOptions, total=False):
     """The options of :func:`ring_dilated_attention`."""
 
 
@@ -196,6 +211,7 @@ def needs_of(asked: Any) -> tuple[str, ...]:
         "document_ids": getattr(asked, "document_ids", None) is not None,
         "logits_soft_cap": asked.logits_soft_cap is not None,
         "dropout_rate": getattr(asked, "dropout_rate", 0) > 0,
+        "return_max_logit": getattr(asked, "return_max_logit", False),
         "precision": asked.precision not in (None, "default", Precision.DEFAULT),
     }
     return tuple(name for name, is_one in is_asked.items() if is_one)

@@ -73,6 +73,8 @@ class RingDilatedAttention(_Options):
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       deterministic: whether calls skip dropout. With a dropout rate it must be set here or in each call.
       decode: whether calls continue the sequence in the cache.
+      sow_max_logit: whether calls sow the greatest logit of each head [N] as ``max_logit`` in "intermediates", see
+        `return_max_logit` of :func:`ring_dilated_attention`; calls that decode do not.
       per_sequence: whether each sequence in the cache has a length of its own.
       rewind: how many tokens can always be taken back from the cache.
       force_fp32_for_softmax: an argument of Flax's module without effect: the softmax is always in float32 at least.
@@ -114,6 +116,7 @@ class RingDilatedAttention(_Options):
     sinks: bool = False
     deterministic: bool | None = None
     decode: bool = False
+    sow_max_logit: bool = False
     per_sequence: bool = False
     rewind: int = 0
     force_fp32_for_softmax: bool = False
@@ -203,7 +206,8 @@ class RingDilatedAttention(_Options):
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
             attended = self._decode(settings, *heads, sinks, prefill=prefill, positions=embedded, lengths=lengths)
         else:
-            attended = settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
+            sow = functools.partial(self.sow, "intermediates", "max_logit") if self.sow_max_logit else None
+            attended = settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded, sow)
         if self.inner_norm is not None:
             norm = self.inner_norm(dtype=self.dtype, param_dtype=self.param_dtype, name="inner_norm")
             attended = normalize_inner(attended, norm)

@@ -59,6 +59,9 @@ class RingDilatedAttention(nnx.Module):
       sinks: whether each query head has a sink, a parameter [N]; see :func:`ring_dilated_attention`.
       deterministic: whether calls skip dropout. With a dropout rate it must be set here or in each call.
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
+      sow_max_logit: whether calls sow the greatest logit of each head [N] as ``max_logit``, which
+        ``nnx.capture(model, nnx.Intermediate)`` collects, see `return_max_logit` of :func:`ring_dilated_attention`;
+        calls that decode do not.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.
@@ -107,6 +110,7 @@ class RingDilatedAttention(nnx.Module):
         sinks: bool = False,
         deterministic: bool | None = None,
         decode: bool = False,
+        sow_max_logit: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         use_bias: bool = True,
@@ -150,7 +154,7 @@ class RingDilatedAttention(nnx.Module):
         )
         precision = settings.options["precision"]
         self.deterministic = read_flag("deterministic", deterministic)
-        self.decode = decode
+        self.decode, self.sow_max_logit = decode, sow_max_logit
         self.cached_key: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_value: nnx.Cache[Any] | None = nnx.data(None)
         self.cached_token: nnx.Cache[Any] | None = nnx.data(None)
@@ -283,7 +287,8 @@ class RingDilatedAttention(nnx.Module):
             check_decoding(document_ids, query_offset, is_self_attention, seed is not None)
             attended = self._decode(*heads, sinks=sinks, prefill=prefill, positions=embedded, lengths=lengths)
         else:
-            attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded)
+            sow = functools.partial(self.sow, nnx.Intermediate, "max_logit") if self.sow_max_logit else None
+            attended = self.settings.attend(*heads, document_ids, query_offset, seed, sinks, embedded, sow)
         attended = normalize_inner(attended, self.inner_norm)
         out = self.out(attended, out_sharding=output_sharding(inputs_q))  # [..., T, E]
         return self.settings.clear_padding(out, lengths)

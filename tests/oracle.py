@@ -126,6 +126,18 @@ def reference_results(arrays: Any, uses: str = "both", **arguments: Any) -> Any:
     return *results, sinks_grad.sum(axis=lead).sum(axis=ones, keepdims=True)
 
 
+def greatest_logits(arrays: Any, **arguments: Any) -> np.ndarray:
+    """The greatest logit [N] of all pairs that attend, scaled and capped."""
+    query, key, _, *documents = (np.asarray(array) for array in arrays)
+    scale, cap = arguments.pop("scale", None), arguments.pop("logits_soft_cap", None)
+    count = _count(query, key, documents, **arguments)  # [..., N, T, S]
+    repeated = np.repeat(key, query.shape[-2] // key.shape[-2], axis=-2).astype(np.float64)
+    logits = np.einsum("...tnh,...snh->...nts", query, repeated) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    seen = np.where(count > 0, logits, -np.inf).max(axis=(-2, -1))  # [..., N]
+    return seen.max(axis=tuple(range(seen.ndim - 1)))
+
+
 def _branches(arguments: Any) -> list[tuple[str, int, int]]:
     """The kind of each branch, with its two numbers."""
     if "pattern" in arguments:

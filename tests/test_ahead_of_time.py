@@ -175,6 +175,20 @@ def test_rings_over_two_axes_hide_what_crosses_the_outer_one(name, outer_size, i
         assert collective not in text
 
 
+@pytest.mark.parametrize("name", ["v5e:2x4", pytest.param("8 H100s", marks=needs_kernels)])
+def test_kernels_of_a_ring_return_the_greatest_logit(name):
+    ring = devices(*TOPOLOGIES[name])
+    mesh, length = make_mesh((8,), ("seq",), devices=ring), 8 * ENOUGH_TO_HIDE
+    array = jax.ShapeDtypeStruct((1, length, 2, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "seq")))
+    options = {"pattern": [Segments(length)], "mesh": mesh, "implementation": "mosaic", "return_max_logit": True}
+    with jax.enable_x64(False):
+        compiled = jax.jit(functools.partial(ring_dilated_attention, **options)).lower(array, array, array).compile()
+    text = compiled.as_text()
+    assert "ringjax_forward" in text
+    assert all(loop_permutes(text))
+    assert [one.shape for one in compiled.out_info] == [array.shape, (2,)]
+
+
 def test_rings_of_tpus_copy_nothing_in_their_loops():
     """What a trip receives the next one sends, from where it is."""
     length = 8 * ENOUGH_TO_HIDE

@@ -12,7 +12,14 @@ from jax._src.pallas import pallas_call
 from jax.core import ShapedArray
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import make_mesh, random_arguments, reference_results, ring_results
+from oracle import (
+    greatest_logits,
+    make_mesh,
+    random_arguments,
+    random_documents,
+    reference_results,
+    ring_results,
+)
 from test_features import FEATURES, OF_OURS, PATTERN, make_arrays, of_reference
 
 from ringjax import DilatedPattern, Segments, Window, ring_dilated_attention
@@ -211,6 +218,29 @@ def test_branches_that_add_to_sums_equal_oracle(strategy, rows, monkeypatch):
     arguments = {"pattern": ADDING, "length": 61, "num_heads": (4, 2), "documents": "mixed", "uses": "both"}
     arguments |= {"is_causal": False, "strategy": strategy}
     check(make_arrays(**arguments), make_mesh(AxisType.Explicit, seq=4), **arguments)
+
+
+@pytest.mark.parametrize("rows", ["last", pytest.param("first", marks=pytest.mark.slow)])
+def test_the_greatest_logit_of_kernels_equals_the_oracle(rows, monkeypatch):
+    """Of branches that begin with the sums of others, in rings; also where a head sees nothing."""
+    if rows == "first":
+        with_rows_first(monkeypatch)
+    arguments = {"pattern": ADDING, "is_causal": True, "logits_soft_cap": 3.0, "scale": -0.7}
+    arrays = [np.float32(array) for array in random_arguments(61, (4, 2))]
+    arrays = [*arrays, random_documents(61, is_sorted=False)]
+    attend = jax.jit(
+        lambda *arrays: ring_dilated_attention(
+            *arrays[:3],
+            document_ids=arrays[3],
+            implementation="mosaic",
+            mesh=make_mesh(seq=4),
+            return_max_logit=True,
+            **arguments,
+        )[-1]
+    )
+    np.testing.assert_allclose(attend(*arrays), greatest_logits(arrays, **arguments), rtol=1e-5)
+    arrays[3] = np.full((1, 61), -1, np.int32)
+    assert (np.asarray(attend(*arrays)) == -np.inf).all()
 
 
 def test_branches_add_to_sums():

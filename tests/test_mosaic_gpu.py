@@ -114,6 +114,14 @@ def test_results_of_other_keys_are_continued(interpret):
         partial = gpu.forward(part, partial)
     np.testing.assert_allclose(partial[0], out, atol=1e-5)
     np.testing.assert_allclose(partial[1], lse, atol=1e-5)
+    logits = 0.3 * np.einsum("btnh,bsh->bnts", query, key[:, :, 0])
+    greatest = np.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, -np.inf).max(axis=-1)
+    alone, partial = gpu.forward(given._replace(has_maximum=True)), None
+    for part in parts:
+        partial = gpu.forward(part._replace(has_maximum=True), partial)
+    for found in (alone, partial):
+        np.testing.assert_allclose(found[0], out, atol=1e-5)
+        np.testing.assert_allclose(found[2], greatest, rtol=1e-5)
 
     more = {"out_grad": out_grad, "stats": Stats(lse, delta_of(out, out_grad))}
     given, parts = given._replace(**more), [part._replace(**more) for part in parts]

@@ -100,10 +100,13 @@ class Implementation(abc.ABC):
         """Returns one side of a step, given padded rows of keys, or of queries with their dropout `counters`."""
 
     @abc.abstractmethod
-    def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Any:
+    def start(
+        self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None, has_maximum: bool = False
+    ) -> Any:
         """Returns an empty partial softmax, or one with the results `before`, laid out as `finish` returns them.
 
-        Only an implementation that adds in place is given `before`.
+        Only an implementation that adds in place is given `before`. If it `has_maximum`, `finish` returns the greatest
+        logit of each row too.
         """
 
     @abc.abstractmethod
@@ -111,8 +114,8 @@ class Implementation(abc.ABC):
         """Adds the attention of queries on keys to a partial softmax."""
 
     @abc.abstractmethod
-    def finish(self, partial: Any) -> tuple[Array, Array]:
-        """Returns the output and the lse of each row: zeros and -inf for a row that attends to nothing."""
+    def finish(self, partial: Any) -> tuple[Array, ...]:
+        """Returns the output, the lse and the maximum of each row, see `start`: zeros and -inf for an empty one."""
 
     def residuals(
         self,

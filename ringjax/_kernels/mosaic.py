@@ -141,12 +141,13 @@ class Mosaic(KernelImplementation):
         mask, length = make_mask(step), query.shape[self.rows_axis]
         of_queries, of_keys = mask.queries.last, mask.keys.position
         key, value = (self._pad(array, of_keys) for array in keys)
-        before = None
+        before, (out, *narrow) = None, self.finish(partial)
         if not step.is_only:
-            before = self._pad(partial.out, of_queries), self._by_heads(self._pad(partial.lse, of_queries))
+            before = self._pad(out, of_queries), *(self._by_heads(self._pad(one, of_queries)) for one in narrow)
         given = self._given(step, self._pad(query, of_queries), key, value, mask, weighting)
-        out, lse = self.kernels.forward(given, before)
-        return KernelPartial(self._cut(out, length, keys.value), self._cut(self._by_rows(lse), length))
+        out, *narrow = self.kernels.forward(given._replace(has_maximum=partial.maximum is not None), before)
+        narrow = (self._cut(self._by_rows(one), length) for one in narrow)
+        return KernelPartial(self._cut(out, length, keys.value), *narrow)
 
     def start_gradients(
         self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array | None

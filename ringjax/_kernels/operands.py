@@ -34,7 +34,8 @@ class Given(NamedTuple):
     """The inputs of a kernel: laid-out queries, keys and values, and their mask; the last two only for gradients.
 
     The `rows_axis` is that of T in [B, N, T, H], [B, T, N, H] or [B, N, H, T]. `interpret` is that of Pallas. Results
-    have the `result_dtype`, except the lse.
+    have the `result_dtype`, except per-row ones. If it `has_maximum`, the forward returns the greatest logit of each
+    row too.
     """
 
     query: Float[Array, "B _ _ _"]
@@ -47,6 +48,7 @@ class Given(NamedTuple):
     result_dtype: Any = jnp.float32
     out_grad: Float[Array, "B _ _ _"] | None = None
     stats: Stats | None = None
+    has_maximum: bool = False
 
     def width(self, array: Array) -> int:
         """Returns the width of the rows of an array."""
@@ -200,13 +202,14 @@ class KernelCall(NamedTuple):
 
 
 def forward_call(kernel: Any, given: Given, before: tuple[Array, ...] | None) -> KernelCall:
-    """Returns the call of a kernel for the output and the lse, which starts from those of other keys, `before`."""
+    """Returns the call of a kernel for the output, the lse and a maximum, from those of other keys, `before`."""
     query, width = given.query, given.width(given.value)
     batch, heads, rows = (query.shape[axis] for axis in (0, _heads_axis(given.rows_axis), given.rows_axis))
     shape = list(query.shape)
     shape[_width_axis(given.rows_axis)] = width
     out = jax.ShapeDtypeStruct(tuple(shape), given.result_dtype)
-    results = before or (out, jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32))
+    per_row = jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32)
+    results = before or (out, per_row, *[per_row] * given.has_maximum)
     arrays = (query,), (given.key, given.value), ()
     operations = 2 * (given.width(query) + width)
     return KernelCall(

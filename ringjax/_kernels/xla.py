@@ -51,15 +51,17 @@ class Xla(Implementation):
     def see(self, padded: PaddedRows, counters: DropoutCounters | None = None) -> View:
         return see_keys(padded) if padded.rows.is_of_keys else see_queries(padded, counters)
 
-    def start(self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None) -> Partial:
-        del before
+    def start(
+        self, query: Array, keys: Keys, before: tuple[Array, ...] | None = None, has_maximum: bool = False
+    ) -> Partial:
+        del before, has_maximum
         return tiles.start(query, keys)
 
     def forward(self, query: Array, keys: Keys, step: AttentionStep, weighting: Weighting, partial: Partial) -> Partial:
         return tiles.forward(query, keys, make_mask(step), weighting, partial)
 
-    def finish(self, partial: Partial) -> tuple[Array, Array]:
-        return tiles.finish(partial)
+    def finish(self, partial: Partial) -> tuple[Array, ...]:
+        return *tiles.finish(partial), partial.maximum
 
     def start_gradients(self, queries: Queries, keys: Keys, zeros: Sequence[Array], **given: Array) -> Gradients:
         return tiles.start_gradients(queries, keys, zeros, **given)

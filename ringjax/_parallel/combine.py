@@ -31,7 +31,7 @@ Strategies = dict[str, Callable[[Task], Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs and the lse of queries, as a total of branches.
+    """The outputs and the lse of queries, and perhaps their greatest logits, as a total of branches.
 
     Args:
       part: the branches, which exchange the same tokens.
@@ -45,21 +45,25 @@ class Outputs:
     groups: int
     are_final: Sequence[bool]
 
-    identity: ClassVar[tuple[float, ...]] = 0.0, -jnp.inf
     by_strategy: ClassVar[Strategies] = {
         "ring": ring.forward,
         "all_gather": gather.forward,
         "gather_queries": gather.forward_of_queries,
     }
 
+    @property
+    def identity(self) -> tuple[float, ...]:
+        """What a total has where nothing is added, for each of its arrays."""
+        return (0.0, -jnp.inf, -jnp.inf)[: 2 + self.part.has_maximum]
+
     def layouts(self, layout: Layout) -> tuple[Layout, ...]:
         """Returns the layouts of the arrays of a total, given that of queries."""
-        return layout, layout
+        return (layout,) * len(self.identity)
 
     def dtypes(self, arrays: Any, total: Total) -> list[Any]:
         """Returns the dtypes of the first branch's results: those of the arguments where nothing is added to them."""
         (query,), *_ = arrays
-        return [query.dtype if self._is_only(0) else total[0].dtype, total[1].dtype]
+        return [query.dtype if self._is_only(0) else total[0].dtype, *(array.dtype for array in total[1:])]
 
     def task(self, layout: Layout, arrays: Any, total: Total, earlier: Any, before: Total | None = None) -> Task:
         """Returns the task of a branch.
@@ -75,13 +79,13 @@ class Outputs:
     def finish(self, task: Task, found: Any) -> Any:
         """Returns the results of a branch on the shards that keep its rows, given those of the shards that compute."""
         implementation = task.implementation
-        out, lse = implementation.finish(found)
-        with_width = lambda lse: jnp.expand_dims(lse, width_axis(implementation.rows_axis))
+        out, *narrow = implementation.finish(found)[: len(self.identity)]
+        with_width = lambda array: jnp.expand_dims(array, width_axis(implementation.rows_axis))
         if task.schedule.gathers_queries:
-            return gather.add_outputs(task, out, with_width(lse))
-        results = *task.narrow([out], task.queries.tokens), lse
-        out, lse = task.collectives.deal_back(results, task.queries.side)
-        return out, with_width(lse)
+            return self.merge(gather.send_back(task, out, *map(with_width, narrow)))
+        results = *task.narrow([out], task.queries.tokens), *narrow
+        out, *narrow = task.collectives.deal_back(results, task.queries.side)
+        return out, *map(with_width, narrow)
 
     def put(self, layout: Layout, total: Total, results: Total) -> Total:
         """Writes the results of a branch to a total that has none yet."""
@@ -91,11 +95,12 @@ class Outputs:
         """Adds the results of a branch to those of others."""
         return self.put(layout, total, self.merge([tuple(map(layout.take, total)), results]))
 
-    def merge(self, totals: list[Total]) -> Total:
+    @staticmethod
+    def merge(totals: list[Total]) -> Total:
         """Returns the total of several; an lse has a width axis of size one, where its layout has that axis."""
-        outs, lses = zip(*totals, strict=True)
+        outs, lses, *maxima = zip(*totals, strict=True)
         shares, lse = find_shares(lses)
-        return add_shares(outs, shares), lse
+        return add_shares(outs, shares), lse, *(functools.reduce(jnp.maximum, of_all) for of_all in maxima)
 
     def _is_only(self, number: int) -> bool:
         """Returns whether an array is final and comes from the only branch of the part."""
@@ -109,12 +114,16 @@ class Outputs:
 class Gradients(Outputs):
     """The gradients of queries, keys and values, as a total of branches."""
 
-    identity: ClassVar[tuple[float, ...]] = 0.0, 0.0, 0.0
     by_strategy: ClassVar[Strategies] = {
         "ring": ring.backward,
         "all_gather": gather.backward,
         "gather_queries": gather.backward_of_queries,
     }
+
+    @property
+    def identity(self) -> tuple[float, ...]:
+        """What a total has where nothing is added, for each of its arrays."""
+        return 0.0, 0.0, 0.0
 
     def layouts(self, layout: Layout) -> tuple[Layout, ...]:
         """Returns the layouts of the arrays of a total, given that of queries."""
@@ -157,7 +166,8 @@ class Gradients(Outputs):
                 grads[number] = one.put(grads[number], behind(addend, grads[:number]), jnp.add)
         return self._add_parts(grads, parts)
 
-    def merge(self, totals: list[Total]) -> Total:
+    @staticmethod
+    def merge(totals: list[Total]) -> Total:
         """Returns the sum of several."""
         return functools.reduce(lambda some, others: jax.tree.map(jnp.add, some, others), totals)
 

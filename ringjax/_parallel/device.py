@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Integer, UInt
 
 from ringjax._kernels.attention_step import DropoutCounters
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._kernels.softmax import accumulation_dtype, merge
+from ringjax._kernels.softmax import accumulation_dtype
 from ringjax._mesh.axes import vary, varying_axes
 from ringjax._mesh.order import after, zeros_behind
 from ringjax._parallel.combine import Gradients, Outputs, combine
@@ -55,8 +55,8 @@ class Backward(NamedTuple):
     lse_grad: Float[Array, "*B T N"] | None
 
 
-def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: Plan) -> tuple[Array, Array]:
-    """Returns the output and the lse of a device's queries."""
+def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: Plan) -> tuple[Array, ...]:
+    """Returns the output, the lse and perhaps the greatest logit of a device's queries."""
     plan = plan.at(Context(*context).query_offset)
     axes = _axes((query, key, value, context), plan)
     arrays, context = _group(query, key, value, axes, plan), _group_context(Context(*context), axes)
@@ -68,14 +68,14 @@ def device_forward(query: Array, key: Array, value: Array, *context: Any, plan: 
         is_final = len(plan.parts) == 1
         zeros = lambda width, query=queries[0]: jnp.zeros_like(query, dtype, shape=(*query.shape[:-1], width))
         kind = Outputs(part, *_of_heads(part, context, batch_shape, heads), (is_final,))
-        out, lse = combine(kind, tokens, (zeros(value.shape[-1]), zeros(1) - jnp.inf), earlier)
+        empty = zeros(value.shape[-1]), *(zeros(1) + fill for fill in kind.identity[1:])
+        out, *narrow = combine(kind, tokens, empty, earlier)
         if is_final:  # nothing is added to it: it is exchanged and returned in the caller's dtype
             out = out.astype(query.dtype)
-        results.append(_leave(part, (out, lse), (), arrays, (0.0, -jnp.inf)))
-    out_shape = (*query.shape[:-1], value.shape[-1])
-    results = [(out.reshape(out_shape), lse.reshape(query.shape[:-1])) for out, lse in results]
-    out, lse = results[0] if len(results) == 1 else merge(*zip(*results, strict=True))
-    return out.astype(query.dtype), lse
+        results.append(_leave(part, (out, *narrow), (), arrays, kind.identity))
+    out, *narrow = results[0] if len(results) == 1 else Outputs.merge(results)
+    out = out.reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+    return out, *(array.reshape(query.shape[:-1]) for array in narrow)
 
 
 def device_backward(*given: Any, plan: Plan) -> tuple[Array, Array, Array]:

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._kernels.attention_step import AttentionStep, PaddedRows, Tiles
-from ringjax._kernels.softmax import add_shares, find_shares
 from ringjax._parallel.layout import Operand, Task
 from ringjax._parallel.ring import Addends
 
@@ -58,11 +57,9 @@ def forward_of_queries(task: Task) -> Any:
     return task.implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
 
 
-def add_outputs(task: Task, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Returns the outputs and the lse of a shard's queries, given those of all queries on each shard's keys."""
-    outs, lses = zip(*task.collectives.send_back((out, lse), task.queries.side), strict=True)
-    shares, lse = find_shares(lses)
-    return add_shares(outs, shares), lse
+def send_back(task: Task, *results: Array) -> list[tuple[Array, ...]]:
+    """Returns the results of a shard's queries on each shard's keys, given those of all queries on its own keys."""
+    return task.collectives.send_back(results, task.queries.side)
 
 
 def backward_of_queries(task: Task) -> Addends:

@@ -161,7 +161,7 @@ class Task(NamedTuple):
 
     def start(self, queries: Tiles, keys: Tiles) -> Any:
         """Returns the partial softmax to which the branch adds."""
-        return self.implementation.start(queries.arrays, keys.arrays, self.before)
+        return self.implementation.start(queries.arrays, keys.arrays, self.before, self.plan.has_maximum)
 
     def before_of(self, *names: str) -> dict[str, Array]:
         """Returns the named gradients of earlier branches to which this one adds in place; {} if it does not."""

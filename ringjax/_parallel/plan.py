@@ -28,7 +28,7 @@ class Plan:
 
     `schedules` are for the platform that the call most likely runs on. If that is known only at lowering, `elsewhere`
     has the schedules for all other platforms. Branches that exchange the same tokens form a part, a plan of its own, in
-    which `ulysses_size` devices are a shard.
+    which `ulysses_size` devices are a shard. If it `has_maximum`, the greatest logit of each query is a result.
     """
 
     pattern: DilatedPattern
@@ -39,6 +39,7 @@ class Plan:
     broadcast_dropout: bool = False
     elsewhere: Schedules | None = None
     ulysses_size: int = 1
+    has_maximum: bool = False
 
     def with_batch(self, axes: Axes) -> "Plan":
         """Returns the plan of all instances of a vmap: one more leading batch dimension, cut by these axes."""

@@ -27,10 +27,11 @@ def ring_attention(
     value: Float[Array, "*B S K V"],
     context: Context,
     plan: Plan,
-) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
-    """Computes the output and the lse of attention over all shards, as the plan says."""
+) -> tuple[Array, ...]:
+    """Computes the output, the lse and perhaps the greatest logits of attention over all shards, as the plan says."""
+    outputs = "qqq" if plan.has_maximum else "qq"
     with _one_trace():
-        return _map(device_forward, "qkk" + Context.KINDS, "qq", (query, key, value, *context), plan)
+        return _map(device_forward, "qkk" + Context.KINDS, outputs, (query, key, value, *context), plan)
 
 
 def _one_trace() -> Any:
@@ -104,11 +105,11 @@ def _ring_attention_fwd(query: Any, key: Any, value: Any, context: Any, plan: Pl
     arrays = query.value, key.value, value.value
     context = jax.tree.map(lambda array: array.value, context, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
     results: Any = ring_attention(*arrays, context, plan)
-    out, lse = results
+    out, lse, *maximum = results
     # Named, so that a checkpoint policy can save them: rematerialization then does not go around the ring. The lse of
     # a row that attends to nothing is -inf. It is saved as a finite number, since `jax.debug_infs` would report -inf.
     out, kept_lse = map(checkpoint_name, (out, jnp.maximum(lse, _lowest(lse))), ("ringjax_out", "ringjax_lse"))
-    return (out, _with_infinity(kept_lse)), (*arrays, context, out, kept_lse)
+    return (out, _with_infinity(kept_lse), *maximum), (*arrays, context, out, kept_lse)
 
 
 def _lowest(lse: Array) -> float:
@@ -123,8 +124,8 @@ def _with_infinity(kept_lse: Array) -> Array:
 def _ring_attention_bwd(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     query, key, value, context, out, kept_lse = residuals
     lse = _with_infinity(kept_lse)
-    # The cotangent of an unused result is a symbolic zero.
-    out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
+    # The cotangent of an unused result is a symbolic zero. A greatest logit has no gradient.
+    out_grad, lse_grad = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents[:2])
     return *_backward(Backward(query, key, value, out, lse, out_grad, lse_grad), context, plan), None
 
 

@@ -34,6 +34,7 @@ class Work:
       num_kv_heads: the key/value heads of all devices.
       batch, num_heads, width, value_width: what a device has of B, N, H and V.
       itemsize, sum_itemsize: the bytes of an element of the arrays, and of sums.
+      needs_maximum: whether the greatest logit of each query is a result.
       kv_itemsizes: the bytes of an element of keys, and of values; by default `itemsize`.
       packings: sequences of packed documents, to count their pairs; without any, all tokens are of one document.
       has_order: whether collectives wait for each other, as on CPUs: then XLA eliminates no unused one.
@@ -53,6 +54,7 @@ class Work:
     head_parts: int = 1
     document_itemsize: int = 0
     needs_lse: bool = False
+    needs_maximum: bool = False
     kv_itemsizes: tuple[int, int] | None = None
     has_order: bool = False
     packings: tuple[Any, ...] = ()
@@ -110,8 +112,9 @@ class Work:
         return self.batch * self.heads_of(schedule)[1] * self.kv_bytes + self.documents(schedule)
 
     def output_row(self, schedule: BranchSchedule) -> int:
-        """Returns the bytes of the sums of a padded row's outputs, with their lse."""
-        return self.batch * self.heads_of(schedule)[0] * (self.value_width + 1) * self.sum_itemsize
+        """Returns the bytes of the sums of a padded row's outputs, with their lse and maximum."""
+        numbers = self.value_width + 1 + self.needs_maximum
+        return self.batch * self.heads_of(schedule)[0] * numbers * self.sum_itemsize
 
     def row_bytes(self, schedule: BranchSchedule) -> RowBytes:
         """Returns the bytes of a padded row in the backward."""

@@ -30,6 +30,7 @@ def bound_memory(work: Work, schedules: Schedules, has_gradient: bool) -> Memory
     arguments = (numbers.query + has_gradient * numbers.out) * work.itemsize + numbers.key_bytes
     results = numbers.query * work.itemsize + numbers.key_bytes if has_gradient else numbers.out * work.itemsize
     sums = numbers.out + numbers.lse + has_gradient * (numbers.query + numbers.lse + numbers.key)
+    sums += work.needs_maximum * numbers.lse
     gathered = max((_gathered(work, schedule) for schedule in schedules), default=0)
     of_branches = sum(_rows(work, schedule, has_gradient) for schedule in schedules)
     logits = sum(_logits(work, schedule) for schedule in schedules)

@@ -104,7 +104,8 @@ def _dealing(work: Work, schedule: BranchSchedule, has_gradient: bool, with_keys
     documents = 0 if schedule.is_general else work.documents(schedule)
     keys = with_keys * (work.keys_row(schedule) - documents)
     yield deal("forward", work.query_row(schedule), keys)
-    yield deal("forward", work.batch * heads * (work.value_width * result + has_lse * work.sum_itemsize))
+    narrow = (has_lse + work.needs_maximum) * work.sum_itemsize
+    yield deal("forward", work.batch * heads * (work.value_width * result + narrow))
     if has_gradient:
         row = work.row_bytes(schedule)
         of_keys = work.sum_itemsize if work.repeats_heads(schedule.ulysses_size) else result
@@ -148,7 +149,7 @@ def _of_exchange(work: Work, schedules: Schedules, has_gradient: bool, is_final:
         return Message(direction, "all_to_all", num_bytes // size * (size - 1), size)
 
     yield exchange("forward", work.width * item, work.kv_bytes)
-    yield exchange("forward", work.value_width * result + has_lse * sums)
+    yield exchange("forward", work.value_width * result + (has_lse + work.needs_maximum) * sums)
     directions: tuple[Direction, ...] = ("forward", "backward") if has_gradient else ("forward",)
     for direction in directions:
         yield Message(direction, "all_gather", work.batch * sum(tokens) * work.document_itemsize * (size - 1), size)

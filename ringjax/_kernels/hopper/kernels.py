@@ -135,11 +135,16 @@ def _is_kept(refs: Any, stationary: int, shape: tuple[int, ...], rate: float) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """The online softmax of each query: its maximum, as an exponent of two, its denominator, and its numerator."""
+    """The online softmax of each query: its maximum, as an exponent of two, its denominator, and its numerator.
+
+    If it `has_maximum`, it returns the greatest logit too, which has a sum of its own where earlier results begin it:
+    then the maximum begins with their lse.
+    """
 
     weighting: Weighting
     width: int
     interpret: Any
+    has_maximum: bool = False
 
     takes_turns = True
 
@@ -148,14 +153,14 @@ class _Forward:
             row = lambda fill: plgpu.layout_cast(jnp.full(OWN_ROWS, fill, jnp.float32), _COLUMN)
             return row(LEAST), row(0.0), _zeros(self.width)
         # The earlier result counts as one key with weight one.
-        out, lse = before
+        out, lse, *greatest = before
         lse = _per_row(lse, STAYS)
         total = jnp.where(lse == -jnp.inf, 0.0, 1.0)
-        return jnp.maximum(lse * LOG2E, LEAST), total, _rows(out)
+        return jnp.maximum(lse * LOG2E, LEAST), total, _rows(out), *(_per_row(one, STAYS) * LOG2E for one in greatest)
 
     def step(self, step: GpuStep, sums: Sums) -> Sums:
         masks, (query,), (key, value), *_ = step.given
-        (former, total, out), rate = sums, self.weighting.dropout_rate
+        (former, total, out, *greatest), rate = sums, self.weighting.dropout_rate
         logit_scale = self.weighting.logit_scale * LOG2E
 
         def hand_over() -> None:
@@ -167,7 +172,9 @@ class _Forward:
         scores = _mask(_scores(self.weighting, scores), masks, QUERIES, step.is_full)
         if not rate:
             step.release(0)
-        maximum = jnp.maximum(former, scores.max(axis=1) * logit_scale)
+        of_tile = scores.max(axis=1) * logit_scale
+        maximum = jnp.maximum(former, of_tile)
+        greatest = [jnp.maximum(one, of_tile) for one in greatest]
         weights = jnp.exp2(scores * logit_scale - _widen(maximum, STAYS, scores.shape))
         decay = jnp.exp2(former - maximum)
         out, total = out * _widen(decay, STAYS, out.shape), total * decay + weights.sum(axis=1)
@@ -183,15 +190,17 @@ class _Forward:
         step.take_turn()
         (out,) = _add_products((out,), [(weights, value)], self.interpret)
         step.release(1)
-        return maximum, total, out
+        return maximum, total, out, *greatest
 
     def finish(self, sums: Sums, before: tuple[Any, ...]) -> Sums:
         del before
-        maximum, total, out = sums
+        maximum, total, out, *greatest = sums
         is_empty = total == 0
         inverse = jnp.where(is_empty, 0.0, 1 / total)
         lse = jnp.where(is_empty, -jnp.inf, maximum * math.log(2) + jnp.log(total))
-        return out * _widen(inverse, STAYS, out.shape), lse
+        if self.has_maximum:
+            greatest = [one * math.log(2) for one in greatest or [jnp.where(is_empty, -jnp.inf, maximum)]]
+        return out * _widen(inverse, STAYS, out.shape), lse, *greatest
 
 
 # The backward, which `_kernels.softmax` derives. Each of its two kernels recomputes the weights. The kernel of keys
@@ -289,11 +298,10 @@ class _KeyGradient(_Gradient):
         return key_sum, value_sum
 
 
-def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+def forward(given: Given, before: Sums | None = None) -> tuple[Array, ...]:
     """Returns what `tpu.kernels.forward` does, with heads after rows."""
-    kernel = _Forward(given.weighting, given.value.shape[-1], given.interpret)
-    out, lse = launch(forward_call(kernel, given, before))
-    return out, lse
+    kernel = _Forward(given.weighting, given.value.shape[-1], given.interpret, given.has_maximum)
+    return tuple(launch(forward_call(kernel, given, before)))
 
 
 def backward_queries(given: Given, before: Sums | None = None) -> Float[Array, "B T N H"]:

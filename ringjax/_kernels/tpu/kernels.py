@@ -151,14 +151,17 @@ def _drop(array: Array, masks: Any, weighting: Weighting) -> Array:
     return jnp.where(is_kept, array * weighting.kept_scale, 0)
 
 
-def forward(given: Given, before: Sums | None = None) -> tuple[Float[Array, "B N _ _"], Float[Array, "B N T"]]:
-    """Returns the output and the lse of each query: zeros and -inf for one that attends to nothing.
+def forward(given: Given, before: Sums | None = None) -> tuple[Array, ...]:
+    """Returns the output [B, N, _, _] and the lse [B, N, T] of each query: zeros and -inf for an empty one.
 
-    Given the results of other keys, `before`, returns those of all keys.
+    If `given` says so, it returns the greatest logit of each query as well. Given the results of other keys, `before`,
+    it returns those of all keys.
     """
     kernel = functools.partial(_forward_kernel, weighting=given.weighting)
-    out, lse = _run(forward_call(kernel, given, before), given, (LANES, LANES, given.width(given.value)))
-    return out, lse
+    # The maximum of the softmax begins with the lse of earlier keys, so the greatest logit has a sum of its own.
+    of_logits = [LANES] * (given.has_maximum and before is not None)
+    widths = LANES, LANES, given.width(given.value), *of_logits
+    return tuple(_run(forward_call(kernel, given, before), given, widths))
 
 
 def _run(call: KernelCall, given: Given, widths: tuple[int, ...]) -> list[Array]:
@@ -174,7 +177,7 @@ def _run(call: KernelCall, given: Given, widths: tuple[int, ...]) -> list[Array]
 def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: Sizes, weighting: Weighting) -> None:
     (query_mask, key_mask), (query_ref,), (key_ref, value_ref), _, before = given
     softmax, transposed = scratch
-    maximum_ref, denominator_ref, numerator_ref = softmax
+    maximum_ref, denominator_ref, numerator_ref, *greatest_refs = softmax
     rows, width, logit_scale = sizes.rows[KEYS], numerator_ref.shape[1], weighting.logit_scale * LOG2E
     pl.when(step.is_first)(lambda: _start_softmax(softmax, before, sizes))
     (query_ref,) = _staying((query_ref,), transposed, step)
@@ -195,8 +198,10 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
         if is_cut:
             scores = jnp.where(is_allowed(*masks), scores, -jnp.inf)
         # The maximum is an exponent of two, the same in all lanes.
-        former = maximum_ref[...]
-        maximum = jnp.maximum(former, scores.max(axis=1, keepdims=True) * logit_scale)  # [Rq, LANES]
+        former, greatest = maximum_ref[...], scores.max(axis=1, keepdims=True) * logit_scale
+        maximum = jnp.maximum(former, greatest)  # [Rq, LANES]
+        for ref in greatest_refs:
+            ref[...] = jnp.maximum(ref[...], greatest)
         weights = jnp.exp2(scores * logit_scale - _widen(maximum, at.size))
         decay = jnp.exp2(former - maximum)
         denominator_ref[...] = decay * denominator_ref[...] + _fold_lanes(weights)
@@ -212,9 +217,11 @@ def _forward_kernel(step: Step, given: Any, results: Any, scratch: Any, sizes: S
 
 def _start_softmax(softmax: Any, before: Any, sizes: Sizes) -> None:
     """Starts the softmax of a tile: the results `before` count as one key of weight one, the sum of its lanes."""
-    maximum_ref, denominator_ref, numerator_ref = softmax
+    maximum_ref, denominator_ref, numerator_ref, *greatest_refs = softmax
     if before:
-        before_out, before_lse = before
+        before_out, before_lse, *before_greatest = before
+        for ref, greatest in zip(greatest_refs, before_greatest, strict=True):
+            ref[...] = _column(greatest[0]) * LOG2E
         lse = _column(before_lse[0])
         maximum_ref[...] = jnp.maximum(lse * LOG2E, LEAST)
         denominator_ref[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
@@ -226,14 +233,17 @@ def _start_softmax(softmax: Any, before: Any, sizes: Sizes) -> None:
 
 
 def _finish_softmax(results: Any, softmax: Any, sizes: Sizes) -> None:
-    """Writes the output and the lse of a tile."""
-    (out_ref, lse_ref), (maximum_ref, denominator_ref, numerator_ref) = results, softmax
+    """Writes the output, the lse and the greatest logit of a tile."""
+    (out_ref, lse_ref, *greatest_refs), (maximum_ref, denominator_ref, numerator_ref, *own) = results, softmax
     denominator = jnp.broadcast_to(denominator_ref[...].sum(axis=1, keepdims=True), denominator_ref.shape)
     is_empty = denominator == 0
     out = numerator_ref[...] * _widen(jnp.where(is_empty, 0, 1 / denominator), numerator_ref.shape[1])
     out_ref[0] = _turn(out, sizes).astype(out_ref.dtype)
     lse = jnp.where(is_empty, -jnp.inf, maximum_ref[...] * math.log(2) + jnp.log(denominator))  # [Rq, LANES]
     lse_ref[0] = lse.T[:1]
+    for ref in greatest_refs:
+        greatest = own[0][...] if own else jnp.where(is_empty, -jnp.inf, maximum_ref[...])
+        ref[0] = (greatest * math.log(2)).T[:1]
 
 
 # The backward, which `_kernels.softmax` derives. Each of its two kernels recomputes the weights. The kernel of keys
