@@ -108,7 +108,8 @@ class StrategyOptions(TypedDict, total=False):
         Option(
             "ring",
             'a name for all branches, or a tuple with one for each. ``"ring"`` sends keys and values around, in '
-            "O(T / p) memory; queries of a longer context that are no more than a device's keys are gathered instead. "
+            "O(T / p) memory; queries of a longer context travel instead where they are lighter: gathered if they are "
+            "no more than a device's keys, or else around with their outputs. "
             '``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment '
             "length / dilation rate) memory, but what neighbours alone see as in a ring. "
             '``"all_to_all"`` gives each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv '

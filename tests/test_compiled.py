@@ -148,9 +148,12 @@ def test_what_is_dealt_is_what_the_planner_counts(strategy, balance, gradient):
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize(("length", "key_length", "is_gathered"), [(64, 65536, True), (8192, 8192 + 8, False)])
-def test_few_queries_travel_in_place_of_keys(length, key_length, is_gathered, gradient):
+@pytest.mark.parametrize(
+    ("length", "key_length", "what"), [(64, 65536, "gathered"), (1536, 8192, "around"), (8192, 8192 + 8, "keys")]
+)
+def test_few_queries_travel_in_place_of_keys(length, key_length, what, gradient):
     """Fewer than a device's keys: each device sends little more than what all queries and their outputs take."""
+    is_gathered = what == "gathered"
     mesh, (heads, kv_heads), width = make_mesh(seq=8), (8, 2), 64
     sharding = NamedSharding(mesh, P(None, "seq"))
     shape = lambda *sizes: jax.ShapeDtypeStruct((1, *sizes, width), jnp.float32, sharding=sharding)
@@ -165,7 +168,7 @@ def test_few_queries_travel_in_place_of_keys(length, key_length, is_gathered, gr
     text = jax.jit(gradients if gradient else attend).lower(*arrays).compile().as_text()
     (explained,) = ringjax.explain(attend, *arrays).calls
     call, (schedule,) = explained[0].call, explained[0].forecasts[0].implemented
-    assert schedule.gathers_queries == is_gathered
+    assert (schedule.gathers_queries, schedule.rotates_outputs) == (is_gathered, what == "around")
     stated = collections.Counter()
     for one in messages(call.work, (schedule,), gradient):
         stated[KINDS[one.collective]] += one.num_bytes * one.times

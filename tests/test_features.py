@@ -65,6 +65,29 @@ FEATURES = {
     "far queries": {"length": 30, "query_offset": 40, "segment_lengths": (31,), "dilation_rates": (2,), "uses": "lse"},
     "fewer queries": {"length": 13, "key_length": 37, "query_offset": 11, "uses": "both"},
     "few queries": {"length": 7, "key_length": 61, "query_offset": 54, "documents": "sorted", "uses": "both"},
+    "queries that go around": {
+        "length": 26,
+        "key_length": 64,
+        "query_offset": 30,
+        "num_heads": (2, 2),
+        "documents": "mixed",
+        "merge": "union",
+        "logits_soft_cap": 2.0,
+        "dropout_rate": 0.2,
+        "dropout_seed": 1,
+        "uses": "both",
+    },
+    "dealt queries that go around": {
+        "length": 26,
+        "key_length": 64,
+        "query_offset": 30,
+        "num_heads": (2, 2),
+        "documents": "sorted",
+        "balance": "stripes",
+        "block_size": 2,
+        **DENSE,
+        "uses": "both",
+    },
     "few queries of a union": {
         "length": 5,
         "key_length": 61,
@@ -276,6 +299,7 @@ ON_ONE_DEVICE = ("union of documents in blocks", "grouped", "phases", "windows a
     "dealt segments-4",
     "dealt phases-4",
     "few queries of a union-4",
+    "queries that go around-4",
     "all-4",
 )
 @pytest.mark.parametrize(

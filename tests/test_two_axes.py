@@ -62,10 +62,11 @@ def test_two_axes_equal_the_oracle(name, is_reversed):
 
 
 @pytest.mark.slow
-def test_few_queries_over_two_axes_equal_the_oracle():
-    arrays = random_arguments(8, (4, 2), key_length=128)
+@pytest.mark.parametrize(("length", "heads"), [(8, (4, 2)), (26, (2, 2))], ids=["gathered", "around"])
+def test_few_queries_over_two_axes_equal_the_oracle(length, heads):
+    arrays = random_arguments(length, heads, key_length=128)
     options = {"pattern": [Segments(256)], "is_causal": True, "query_offset": 60}
-    actual = ring_results(arrays, mesh=make_mesh(dcn=2, ici=4), axis_name=AXES, **options)
+    actual = ring_results(arrays, mesh=make_mesh(dcn=4, ici=2), axis_name=AXES, **options)
     assert_close(actual, reference_results(arrays, **options))
 
 

@@ -123,7 +123,7 @@ class Fused(KernelImplementation):
             found = [attend(block, query, keys) for block in blocks]
             if len(found) == 1:
                 return found[0]
-            nothing = self.start(query, keys)
+            nothing = self.finish(self.start(query, keys))
             out, lse = merge(*zip(*(found or [nothing]), strict=True))
             return out.astype(query.dtype), lse
 

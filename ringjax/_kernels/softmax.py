@@ -84,6 +84,18 @@ def merge(
     return add_shares(outs, [share[..., None] for share in shares]), lse
 
 
+def merge_rows(results: Sequence[tuple[Array, ...]], width_axis: int) -> tuple[Array, ...]:
+    """Returns the output, the lse and the maximum, if there are any, of several results, whose widths lie at an axis.
+
+    Per-row values may have that axis, or lack it.
+    """
+    outs, lses, *maxima = zip(*results, strict=True)
+    shares, lse = find_shares(lses)
+    if lse.ndim < outs[0].ndim:
+        shares = [jnp.expand_dims(share, width_axis) for share in shares]
+    return add_shares(outs, shares), lse, *(functools.reduce(jnp.maximum, of_all) for of_all in maxima)
+
+
 def find_shares(lses: Sequence[Float[Array, "*rows"]]) -> tuple[list[Float[Array, "*rows"]], Float[Array, "*rows"]]:
     """Returns the share of each partial result in the softmax over the keys of all, and its lse."""
     maximum = functools.reduce(jnp.maximum, lses)

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from ringjax._kernels.attention_step import DropoutCounters
 from ringjax._kernels.interface import width_axis
-from ringjax._kernels.softmax import add_shares, find_shares
+from ringjax._kernels.softmax import merge_rows
 from ringjax._mesh.order import behind, in_turn
 from ringjax._parallel import gather, ring
 from ringjax._parallel.layout import Layout, Operand, Task, operand_of_keys
@@ -79,7 +79,8 @@ class Outputs:
     def finish(self, task: Task, found: Any) -> Any:
         """Returns the results of a branch on the shards that keep its rows, given those of the shards that compute."""
         implementation = task.implementation
-        out, *narrow = implementation.finish(found)[: len(self.identity)]
+        finished = found if task.schedule.rotates_outputs else implementation.finish(found)
+        out, *narrow = finished[: len(self.identity)]
         with_width = lambda array: jnp.expand_dims(array, width_axis(implementation.rows_axis))
         if task.schedule.gathers_queries:
             return self.merge(gather.send_back(task, out, *map(with_width, narrow)))
@@ -98,9 +99,7 @@ class Outputs:
     @staticmethod
     def merge(totals: list[Total]) -> Total:
         """Returns the total of several; an lse has a width axis of size one, where its layout has that axis."""
-        outs, lses, *maxima = zip(*totals, strict=True)
-        shares, lse = find_shares(lses)
-        return add_shares(outs, shares), lse, *(functools.reduce(jnp.maximum, of_all) for of_all in maxima)
+        return merge_rows(totals, width_axis=-1)
 
     def _is_only(self, number: int) -> bool:
         """Returns whether an array is final and comes from the only branch of the part."""

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ringjax._kernels.attention_step import AttentionStep, Tiles
+from ringjax._kernels.interface import width_axis
+from ringjax._kernels.softmax import merge_rows
 from ringjax._mesh.order import after, unroll, wait
 from ringjax._parallel.layout import Layout, Operand, Task
 from ringjax._schedule.schedule import Rotation
@@ -28,8 +30,13 @@ class Addends(NamedTuple):
 
 
 def forward(task: Task) -> Any:
-    """Returns the attention of one branch, on the shards that compute it."""
+    """Returns the attention of one branch, on the shards that compute it, as the implementation's `finish` takes it.
+
+    If queries went around, it is finished.
+    """
     schedule, implementation = task.schedule, task.implementation
+    if schedule.rotates_outputs:
+        return _forward_of_queries(task)
     queries = task.take_dealt(task.queries)
     own = implementation.see(task.padded(task.queries, queries), task.counters)
 
@@ -53,6 +60,26 @@ def forward(task: Task) -> Any:
         tiles, partial = halo.behind(partial)
         partial = attend(partial, halo.operand, tiles, rotation.steps + 1, rotation.direction)
     return partial
+
+
+def _forward_of_queries(task: Task) -> tuple[Array, ...]:
+    """Returns the finished attention of one branch, whose queries go around with their results so far."""
+    implementation, task = task.implementation, task._replace(is_branch_final=False)  # sums have their own dtype
+    queries, keys = task.take_dealt(task.queries), task.take_dealt(task.keys)
+    own = implementation.see(task.padded(task.keys, keys))
+
+    def visit(resident: Any, operand: Operand, queries: Tiles, hops: Any, direction: int) -> tuple[Any, Any]:
+        seen = implementation.see(task.padded(operand, queries, hops, direction), task.counters)
+        step, partial = _meet(task, seen, own, hops, direction), task.start(queries, keys)
+        partial = implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
+        return implementation.finish(partial)[: 2 + task.plan.has_maximum], resident
+
+    def add(some: tuple[Array, ...], others: tuple[Array, ...]) -> tuple[Array, ...]:
+        return merge_rows([some, others], width_axis(implementation.rows_axis))
+
+    rotations = list(task.schedule.query_rotations)
+    results, _ = _go_around(task, task.queries, queries, rotations, visit, visit, (), add)
+    return results
 
 
 def _attend_around(
@@ -147,6 +174,10 @@ def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> Att
     return task.meet(queries, keys, task.schedule.is_new(shard, hops, direction), hops)
 
 
+def _add(some: Any, others: Any) -> Any:
+    return jax.tree.map(jnp.add, some, others)
+
+
 class _Part(NamedTuple):
     """The gradient of some rows, and the hops back to the shard that keeps them."""
 
@@ -219,8 +250,12 @@ def _go_around(
     visit: Callable[..., Any],
     visit_own: Callable[..., Any],
     resident_grad: Any,
+    add: Callable[[Any, Any], Any] = _add,
 ) -> tuple[Any, Any]:
-    """Streams an operand around a closed ring, and returns its gradient and that of the stationary operand."""
+    """Streams an operand around a closed ring, and returns its gradient and that of the stationary operand.
+
+    Instead of gradients it may have other results, which `add` adds up.
+    """
 
     def visit_group(
         resident_grad: Any, operand: Operand, tiles: Tiles, crossings: Any, direction: int, visit_first: Any = visit
@@ -236,8 +271,9 @@ def _go_around(
         for rotation in rotations:
             around, _ = task.schedule.turns(rotation)
             arriving = task.collectives.hop(tiles, direction)
-            grad, resident_grad = _rotate(_hopping(task), operand, around, arriving, visit_later, resident_grad)
-            own_grad = _add(own_grad, grad)
+            moves = _hopping(task, add)
+            grad, resident_grad = _rotate(moves, operand, around, arriving, visit_later, resident_grad)
+            own_grad = add(own_grad, grad)
         return own_grad, resident_grad
 
     if not task.schedule.is_nested:
@@ -246,12 +282,12 @@ def _go_around(
     arriving = task.collectives.cross(tiles)
     own_grad, resident_grad = visit_group(resident_grad, operand, after(tiles, arriving), 0, 1, visit_own)
     arriving = after(arriving, own_grad)
-    grad, resident_grad = _rotate(_crossing(task), operand, across, arriving, visit_group, resident_grad)
-    return _add(own_grad, grad), resident_grad
+    grad, resident_grad = _rotate(_crossing(task, add), operand, across, arriving, visit_group, resident_grad)
+    return add(own_grad, grad), resident_grad
 
 
 class _Moves(NamedTuple):
-    """How tiles, and the sums of their gradients, move between two visits.
+    """How tiles, and the sums of their gradients, move between two visits, and how sums are added.
 
     `order` keeps a visit after the moves that are issued before it. `tie` returns tiles and sums, tied to each other.
     """
@@ -261,23 +297,24 @@ class _Moves(NamedTuple):
     order: Callable[[Any, Any], Any]
     tie: Callable[[Any, Any], tuple[Any, Any]]
     platform: str | None
+    add: Callable[[Any, Any], Any]
 
 
-def _hopping(task: Task) -> _Moves:
+def _hopping(task: Task, add: Callable[[Any, Any], Any] = _add) -> _Moves:
     # The barrier ties the tiles to the step that they overlap, as a loop's carry does. Otherwise XLA may send them only
     # after it, and wait. Around a closed ring it does not, and without a barrier may send narrower sums.
     barrier = lambda tiles, sums: jax.lax.optimization_barrier((tiles, sums))
     tie = (lambda tiles, sums: (tiles, sums)) if task.schedule.is_closed else barrier
     # Sums wrap around the ends of an open ring, unlike their tiles: otherwise they would not return.
     hop, rotate = task.collectives.hop, task.collectives.rotate
-    return _Moves(hop, rotate, lambda tiles, _: tiles, tie, task.implementation.platform)
+    return _Moves(hop, rotate, lambda tiles, _: tiles, tie, task.implementation.platform, add)
 
 
-def _crossing(task: Task) -> _Moves:
+def _crossing(task: Task, add: Callable[[Any, Any], Any]) -> _Moves:
     # A visit has permutes of its own, those around a group. If sums did not depend on the tiles that crossed before
     # them, XLA would combine both in one message, which neither overlaps.
     cross = task.collectives.cross
-    return _Moves(cross, cross, after, lambda tiles, sums: (tiles, wait(sums, tiles)), None)
+    return _Moves(cross, cross, after, lambda tiles, sums: (tiles, wait(sums, tiles)), None, add)
 
 
 def _rotate(
@@ -291,7 +328,7 @@ def _rotate(
         arriving, grad = moves.hop(arrays, direction), moves.rotate(grad, direction)
         arrays = moves.order(arrays, (arriving, grad))
         addend, resident_grad = visit(resident_grad, operand, arrays, hops, direction)
-        return (*moves.tie(arriving, _add(grad, addend)), resident_grad), None
+        return (*moves.tie(arriving, moves.add(grad, addend)), resident_grad), None
 
     arriving = moves.hop(arrays, direction) if size > 1 else ()
     grad, resident_grad = visit(resident_grad, operand, moves.order(arrays, arriving), 1, direction)
@@ -301,9 +338,5 @@ def _rotate(
         (arrays, grad, resident_grad), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
         grad = moves.rotate(grad, direction)
         addend, resident_grad = visit(resident_grad, operand, moves.order(arrays, grad), size, direction)
-        grad = _add(grad, addend)
+        grad = moves.add(grad, addend)
     return moves.rotate(grad, -direction * size), resident_grad
-
-
-def _add(some: Any, others: Any) -> Any:
-    return jax.tree.map(jnp.add, some, others)

@@ -70,9 +70,9 @@ class BranchSchedule:
     this branch. `strategy` says how rows are sent, `implementation` what computes them, and `addition` how results are
     added to those of other branches, see `Addition`. The backward needs `residual_bytes` for each row of a query head
     besides the query; None stands for those of XLA's tiles. If `rotates_queries`, the backward streams queries, not
-    keys. The shards of a ring deal their rows as `balance` says; if a shard `sorts_halves`, its two zigzag halves are
-    sorted by position. `tile_rows` has the most rows of its tiles of queries and of keys, if tiles do not end with
-    chunks.
+    keys; if it `rotates_outputs`, so does the forward, with their outputs. The shards of a ring deal their rows as
+    `balance` says; if a shard `sorts_halves`, its two zigzag halves are sorted by position. `tile_rows` has the most
+    rows of its tiles of queries and of keys, if tiles do not end with chunks.
     """
 
     branch: Branch
@@ -89,6 +89,7 @@ class BranchSchedule:
     ulysses_size: int = 1
     exchanges_rows: bool = False
     rotates_queries: bool = False
+    rotates_outputs: bool = False
     balance: Balance = "none"
     sorts_halves: bool = True
     strategy: str = "ring"
@@ -322,7 +323,8 @@ class BranchSchedule:
     def continues(self) -> bool:
         """Whether the branch adds to sums of earlier branches in place: its rows are all tokens, in token order."""
         are_in_order = self.queries.chunks != "phases" and not self.is_dealt
-        return self.addition == "in place" and self.branch.keeps_all and are_in_order and not self.gathers_queries
+        do_queries_stay = not (self.gathers_queries or self.rotates_outputs)
+        return self.addition == "in place" and self.branch.keeps_all and are_in_order and do_queries_stay
 
     def partner(self, shard: Any) -> Any:
         """Returns the shard with which a shard swaps the second half of its padded rows."""

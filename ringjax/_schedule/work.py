@@ -140,7 +140,7 @@ class Work:
 def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
     """Returns schedules that send queries where these, with outputs or gradients, have fewer bytes than keys.
 
-    Few queries are gathered, in both directions. Otherwise the backward of a ring streams the lighter side. It has to
+    Few queries are gathered, in both directions. Otherwise each direction of a ring streams the lighter side. It has to
     be called again once implementations are chosen, since their residuals differ.
     """
     return tuple(_with_travelling_side(work, schedule) for schedule in schedules)
@@ -149,8 +149,14 @@ def choose_travelling_side(work: Work, schedules: Schedules) -> Schedules:
 def _with_travelling_side(work: Work, schedule: BranchSchedule) -> BranchSchedule:
     row = work.row_bytes(schedule)
     if schedule.gathers_queries or _are_queries_few(work, schedule, row):
-        return dataclasses.replace(schedule, strategy="gather_queries", rotates_queries=False)
-    return dataclasses.replace(schedule, rotates_queries=_are_queries_lighter(schedule, row))
+        strategy = {"strategy": "gather_queries", "rotates_queries": False, "rotates_outputs": False}
+        return dataclasses.replace(schedule, **strategy)
+    with_outputs = schedule.queries.num_padded_rows * (work.query_row(schedule) + work.output_row(schedule))
+    # Where there are as many queries as keys, queries with the sums of their outputs are heavier.
+    is_ring = schedule.is_general and schedule.strategy == "ring" and not schedule.is_local
+    rotates_outputs = is_ring and with_outputs < schedule.keys.num_padded_rows * row.keys
+    rotates_queries = _are_queries_lighter(schedule, row)
+    return dataclasses.replace(schedule, rotates_queries=rotates_queries, rotates_outputs=rotates_outputs)
 
 
 def _are_queries_few(work: Work, schedule: BranchSchedule, row: RowBytes) -> bool:

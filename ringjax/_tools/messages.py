@@ -40,18 +40,21 @@ def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) ->
 
 
 def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
-    """Yields the messages of a ring: keys forward; backward keys, or queries if lighter, with gradients."""
+    """Yields the messages of a ring: keys, or queries with outputs; backward the same or others, with gradients."""
     yield from _dealing(work, schedule, has_gradient, with_keys=True)
-    yield from _of_rotations("forward", schedule, schedule.key_rotations, schedule.keys, work.keys_row(schedule))
+    of_queries, of_keys = (schedule.query_rotations, schedule.queries), (schedule.key_rotations, schedule.keys)
+    if schedule.rotates_outputs:
+        yield from _of_rotations("forward", schedule, *of_queries, work.query_row(schedule))
+        yield from _of_rotations("forward", schedule, *of_queries, work.output_row(schedule))
+    else:
+        yield from _of_rotations("forward", schedule, *of_keys, work.keys_row(schedule))
     if has_gradient:
         row = work.row_bytes(schedule)
         do_queries = schedule.rotates_queries
-        rotations, side = (
-            (schedule.query_rotations, schedule.queries) if do_queries else (schedule.key_rotations, schedule.keys)
-        )
+        streamed = of_queries if do_queries else of_keys
         arrays, grad = (row.queries, row.query_grad) if do_queries else (row.keys, row.keys_grad)
-        yield from _of_rotations("backward", schedule, rotations, side, arrays)
-        yield from _of_rotations("backward", schedule, rotations, side, grad)
+        yield from _of_rotations("backward", schedule, *streamed, arrays)
+        yield from _of_rotations("backward", schedule, *streamed, grad)
 
 
 def _of_rotations(
