@@ -9,6 +9,7 @@ other: that compiles their programs, and says which of them end. Then they are m
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -41,8 +42,8 @@ from ringjax._kernels import rows as own_rows
 from ringjax._kernels.attention_step import AttentionStep, PaddedRows
 from ringjax._kernels.hopper import chains
 from ringjax._kernels.implementation import IMPLEMENTATIONS
-from ringjax._kernels.interface import Request
-from ringjax._kernels.softmax import Keys, Weighting
+from ringjax._kernels.interface import Request, per_row
+from ringjax._kernels.softmax import Keys, Weighting, merge
 from ringjax._schedule.make import make_schedule
 from ringjax._schedule.schedule import BranchSchedule
 
@@ -221,18 +222,20 @@ def emulated_ring() -> Rows:
 
 
 def _computed_rows(array: jax.Array, schedule: BranchSchedule, shard: int, implementation: Any, is_query: bool) -> Any:
-    """The rows that a shard computes: its two zigzag halves."""
-    half = schedule.queries.num_padded_rows // 2
-    first = [schedule.origin(shard, row, schedule.queries) for row in (0, half)]
-    tokens = [array[:, holder * schedule.queries.num_padded_rows + row :][:, :half] for holder, row in first]
-    return implementation.lay_out(schedule.queries, jnp.concatenate(tokens, axis=1), 1 if is_query else None)
+    """The rows that a shard computes, from those of all tokens, which have no padding."""
+    side = schedule.queries
+    holder, row = schedule.origin(shard, np.arange(side.num_padded_rows), side)
+    return implementation.lay_out(side, array[:, holder * side.num_padded_rows + row], 1 if is_query else None)
+
+
+def _padded(schedule: BranchSchedule, holder: Any, num_heads: int, documents: Any = None) -> PaddedRows:
+    heads = own_rows.BranchHeads(0, num_heads, np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
+    rows = own_rows.Rows(schedule, schedule.queries, jnp.int32(holder), heads)
+    return PaddedRows(rows, jnp.int32(holder)[None], True, documents)
 
 
 def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implementation: Any) -> Call:
-    heads = own_rows.BranchHeads(0, chunks[0][1].shape[2], np.zeros(1, np.uint32), (), np.zeros(1, np.int32))
-    padded = lambda holder: PaddedRows(
-        own_rows.Rows(schedule, schedule.queries, jnp.int32(holder), heads), jnp.int32([holder]), True
-    )
+    padded = functools.partial(_padded, schedule, num_heads=chunks[0][1].shape[2])
     weighting = Weighting(chunks[0][0].shape[-1] ** -0.5)
 
     def attend(query: jax.Array, chunks: list[Arrays]) -> Any:
@@ -247,6 +250,78 @@ def _steps(schedule: BranchSchedule, shard: int, chunks: list[Arrays], implement
 
     compiled = jax.jit(attend)
     return lambda: compiled(chunks[shard][0], chunks)
+
+
+def ring_of_documents() -> Rows:
+    """A causal ring of 8 with packed documents, each step of each shard alone: the ring waits for the busiest ones."""
+    rows: Rows = []
+    length, shards, width = 65536 // SHRINK, 8, WIDTHS[-1]
+    arrays, rng = random(length, width), np.random.default_rng(0)
+    for count in (16, 64):
+        ends = np.sort(rng.choice(length - 1, min(count, length // 8) - 1, replace=False)) + 1
+        documents = jnp.asarray(np.searchsorted(ends, np.arange(length), side="right"), jnp.int32)[None]
+        row: dict[str, Any] = {"case": f"{count} documents, T={length}, H={width}"}
+        seconds = {}
+        for balance in ("stripes", "zigzag"):
+            steps, difference = _steps_of_documents(arrays, documents, shards, balance)
+            times = np.array(device_seconds(*itertools.chain(*steps))).reshape(shards, shards)  # [shards, hops]
+            seconds[balance] = times.max(axis=0).sum()
+            row[f"{balance}, time over the ideal"] = float(shards * seconds[balance] / times.sum())
+            row[f"{balance}, difference over spread"] = difference
+        rows.append({**row, "zigzag over stripes": float(seconds["zigzag"] / seconds["stripes"])})
+    return rows
+
+
+def _steps_of_documents(
+    arrays: Arrays, documents: jax.Array, shards: int, balance: Any
+) -> tuple[list[list[Call]], float]:
+    """Returns the steps of each shard by hops, and how far their results are from those of one device."""
+    own = {"mosaic": "mosaic_gpu"}.get(PALLAS, PALLAS)
+    implementation, length = IMPLEMENTATIONS[own], documents.size
+    pattern, block = ringjax.DilatedPattern([ringjax.Segments(length)]), 8 if REHEARSAL else 65536
+    (made,) = make_schedule(pattern, length, shards, HEADS, True, block, balance=balance)
+    request = Request(arrays[0], arrays[1], arrays[2], "cuda", needs=("document_ids",), balance=balance)
+    schedule = dataclasses.replace(implementation.serve(request, made)[0], implementation=own)
+    assert schedule.queries.is_full
+    assert schedule.balance == balance
+    rows_of = functools.partial(_computed_rows, schedule=schedule, implementation=implementation)
+    ids = documents[:, :, None, None]
+    of_shards = [
+        (
+            *(rows_of(array, shard=shard, is_query=number == 0) for number, array in enumerate(arrays)),
+            per_row(rows_of(ids, shard=shard, is_query=False), implementation.rows_axis),
+        )
+        for shard in range(shards)
+    ]
+
+    attend = _attend_documents(schedule, implementation)
+
+    def step(shard: int, hops: int) -> Call:
+        source = schedule.source(shard, hops)
+        (query, _, _, query_ids), (_, key, value, key_ids) = of_shards[shard], of_shards[source]
+        given = jnp.int32(shard), jnp.int32(source), query, query_ids, key, value, key_ids
+        return lambda: attend(*given)
+
+    steps = [[step(shard, hops) for hops in range(shards)] for shard in range(shards)]
+    whole = jax.jit(causal(PALLAS, {"pattern": pattern, "document_ids": documents}))(*arrays)
+    outs, lses = zip(*(call() for call in steps[-1]), strict=True)
+    pair = merge(outs, lses)[0], rows_of(whole, shard=shards - 1, is_query=True)
+    found, expected = (np.asarray(one, np.float64) for one in pair)
+    return steps, float((found - expected).std() / expected.std())
+
+
+def _attend_documents(schedule: BranchSchedule, implementation: Any) -> Callable[..., Any]:
+    """Returns the attention of one step, as one program for all shards and hops."""
+
+    def attend(shard: Any, source: Any, query: jax.Array, query_ids: Any, key: Any, value: Any, key_ids: Any) -> Any:
+        queries, keys = _padded(schedule, shard, HEADS, query_ids), _padded(schedule, source, HEADS, key_ids)
+        sides = implementation.see(queries), implementation.see(keys._replace(rows=keys.rows.of_keys()))
+        of_keys, step = Keys(key, value), AttentionStep(schedule, *sides, hops=jnp.int32(1))
+        partial = implementation.start(query, of_keys)
+        partial = implementation.forward(query, of_keys, step, Weighting(query.shape[-1] ** -0.5), partial)
+        return implementation.finish(partial)[:2]
+
+    return jax.jit(attend)
 
 
 def errors() -> Rows:
@@ -425,6 +500,7 @@ MEASURES: dict[str, Callable[[], Rows]] = {
         one_branch,
         longnet,
         emulated_ring,
+        ring_of_documents,
         share_of_selection,
         longest,
     )

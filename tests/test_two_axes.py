@@ -85,6 +85,15 @@ def test_inside_the_callers_shard_map(check_vma):
     assert_close(jax.device_get(results), reference_results(arrays, **DENSE))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_under_vmap_and_checkpoint(kind):
+    mesh, arrays = make_mesh(kind, dcn=4, ici=2), random_arguments(64, (2, 1), batch=(2, 1))
+    call = functools.partial(ring_dilated_attention, return_residual=True, mesh=mesh, axis_name=AXES, **DENSE)
+    nested = loss(lambda *arrays, return_residual: jax.checkpoint(jax.vmap(jax.checkpoint(call)))(*arrays))
+    assert_close(jax.device_get(jax.jit(with_gradients(nested))(*arrays)), reference_results(arrays, **DENSE))
+
+
 def test_a_shard_map_over_one_of_two_axes_is_refused():
     attend = functools.partial(ring_dilated_attention, axis_name=AXES, **DENSE)
     mapped = jax.shard_map(
