@@ -47,8 +47,8 @@ class KernelOptions(PrecisionOptions, total=False):
         Option(
             None,
             'the number u of consecutive devices that exchange in ``"all_to_all"`` and ``"auto"``, where u divides the '
-            "devices along the sequence and the query heads of a device; its key/value heads are a multiple or a "
-            "divisor of u. By default the smallest u after which nothing else travels, else the largest.",
+            "devices along the sequence, or its last axis, and the query heads of a device; its key/value heads are a "
+            "multiple or a divisor of u. By default the smallest u after which nothing else travels, else the largest.",
             check_optional_count,
         ),
     ]
@@ -111,7 +111,7 @@ class StrategyOptions(TypedDict, total=False):
             "O(T / p) memory; queries of a longer context travel instead where they are lighter: gathered if they are "
             "no more than a device's keys, or else around with their outputs. "
             '``"all_gather"`` brings those of a segment to each of its devices at once, in O(segment '
-            "length / dilation rate) memory, but what neighbours alone see as in a ring. "
+            "length / dilation rate) memory, but what neighbors alone see as in a ring. "
             '``"all_to_all"`` gives each device all tokens of some heads, in O(T / p) memory (DeepSpeed-Ulysses, arXiv '
             "2309.14509), with a ring between groups of devices where heads do not suffice for all (USP, arXiv "
             '2405.07719). ``"auto"``, for all branches, is what :func:`plan` recommends for these devices. The results '
@@ -131,7 +131,7 @@ class MeshOptions(TypedDict, total=False):
             "seq",
             'the mesh axis that the sequence is sharded along, or several, major first, such as ``("dcn", "ici")``. '
             "Then a ring goes around the devices of the last axis before it crosses the others, as few times as there "
-            'are others, and ``"all_to_all"`` exchanges along the last one. Those that the mesh lacks are left out.',
+            'are others, and ``"all_to_all"`` exchanges along the last one.',
             check_axis_name,
         ),
     ]

@@ -61,7 +61,7 @@ class RingDilatedAttention(nnx.Module):
       decode: whether calls continue the sequence in the cache, see :meth:`init_cache`.
       sow_max_logit: whether calls sow the greatest logit of each head [N] as ``max_logit``, which
         ``nnx.capture(model, nnx.Intermediate)`` collects, see `return_max_logit` of :func:`ring_dilated_attention`;
-        calls that decode do not.
+        calls that decode do not. Outside it, as with all that is sown, each call adds one more to the module.
       dtype: the dtype of the computation; by default that of inputs and parameters.
       param_dtype: the dtype of the parameters.
       use_bias: whether the projections have biases.

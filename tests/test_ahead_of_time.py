@@ -266,7 +266,7 @@ def test_every_halo_overlaps_with_computation(name, tokens, branch, gradient):
     ],
 )
 def test_exchanges_stay_inside_a_node(name, implementation, kv_heads, tokens, gradient):
-    """Eight heads for eight neighbours; beyond these a ring, whose hops go on while tiles are computed."""
+    """Eight heads for eight neighbors; beyond these a ring, whose hops go on while tiles are computed."""
     count = len(devices(*TOPOLOGIES[name]))
     length, heads = tokens * count, 8
     arguments = {"implementation": implementation, "strategy": "all_to_all", "heads": heads, "kv_heads": kv_heads}
@@ -308,7 +308,7 @@ def test_permutes_that_do_not_overlap_are_seen(name):
 
 
 def test_permutes_of_a_ring_in_natural_order_do_not_overlap():
-    """Where its hops are not to neighbours in the grid: what `make_mesh` is for."""
+    """Where its hops are not to neighbors in the grid: what `make_mesh` is for."""
     text = compile_for("v5e:4x8", True, length=FEW, pattern=((FEW,), (1,)), in_natural_order=True).as_text()
     permutes = loop_permutes(text)
     assert permutes

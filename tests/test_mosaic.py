@@ -203,7 +203,7 @@ def test_groups_of_segments_equal_oracle(name, monkeypatch):
     check(make_arrays(**arguments), make_mesh(AxisType.Explicit, seq=2), **arguments)
 
 
-# On four shards of 16 tokens: segments in a shard, neighbours, a ring of all shards, and segments of a whole shard.
+# On four shards of 16 tokens: segments in a shard, neighbors, a ring of all shards, and segments of a whole shard.
 ADDING = [Segments(8), Window(5), Segments(64), Segments(16)]
 
 

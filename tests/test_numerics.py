@@ -149,7 +149,7 @@ def test_large_logits(dtype, ring_size):
     chex.assert_tree_all_finite(actual)
     assert np.abs(actual[1]).max() > 9e3
     expected = reference_results([array.astype(np.float64) for array in arrays], **arguments)
-    tolerance = 2e4 * np.finfo(dtype).eps  # neighbouring numbers of the size of these logits differ by that much
+    tolerance = 2e4 * np.finfo(dtype).eps  # neighboring numbers of the size of these logits differ by that much
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1, np.abs(other).max()))
 

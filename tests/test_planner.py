@@ -167,7 +167,7 @@ def test_figures_in_json():
         ({"implementation": "triton"}, "implementation='triton' is unknown: use one of 'cudnn', 'mosaic', 'xla'"),
         ({"is_causal": "no"}, "is_causal='no' must be True or False"),
         ({"exchange_size": 2.0}, "exchange_size=2.0 must be a positive integer"),
-        ({"mesh": "seq"}, "mesh='seq' must be a mesh, the size of each axis by its name, or that of 'seq'"),
+        ({"mesh": "seq"}, "mesh='seq' must be a mesh, or the size of each axis by its name, or that of 'seq'"),
         ({"device": 100}, "device=100 must be the name of a device, such as 'H100', or a file of figures"),
         ({"implementation": "cudnn", "device": "v5e"}, "implementation='cudnn' cannot serve: it runs on NVIDIA GPUs"),
     ],
@@ -362,7 +362,7 @@ def test_what_the_command_says_of_itself(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = capsys.readouterr().out
-    assert "(default: seq)" in text
+    assert "(default: seq)" in " ".join(text.split())
     assert "default: None" not in text
     for part in ("the attention:", "the devices:", "rows of the table:", "example:", "(default: 1048576)"):
         assert part in text

@@ -116,7 +116,7 @@ def test_each_kept_token_has_one_slot_on_its_own_shard(geometry):
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
-def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
+def test_halos_are_those_rows_that_a_neighbor_sees(geometry):
     """All of them, and no tokens that none does; none goes round an end, and all of a closed ring's shards meet."""
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
@@ -140,7 +140,7 @@ def test_halos_are_those_rows_that_a_neighbour_sees(geometry):
 
 @given(geometries())
 @settings(max_examples=150, deadline=None)
-def test_rings_are_made_of_neighbours_and_permuted_in_cycles(geometry):
+def test_rings_are_made_of_neighbors_and_permuted_in_cycles(geometry):
     pattern, length, num_shards, num_heads, is_causal = DilatedPattern(*geometry[0]), *geometry[1:]
     for schedule in make_schedule(pattern, length, num_shards, num_heads, is_causal):
         for shard in range(num_shards):
@@ -376,7 +376,7 @@ def test_a_prime_number_of_segments_fills_its_tiles():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("branch", [Window(300), Window(1500), Segments(1000), Segments(8192)])
-def test_what_neighbours_alone_see_is_not_gathered(branch, is_causal):
+def test_what_neighbors_alone_see_is_not_gathered(branch, is_causal):
     """It goes to these, whatever the strategy; segments that fill devices are seen by all of their ring."""
     make = functools.partial(make_schedule, DilatedPattern([branch]), 8192, 8, 4, is_causal)
     (ring,) = make()

@@ -23,6 +23,7 @@ from oracle import (
 import ringjax
 from ringjax import DilatedPattern, Segments, Window, plan, ring_dilated_attention
 from ringjax._schedule.make import make_schedule
+from ringjax._tools.command import main
 from ringjax._tools.hlo import bytes_sent, permutes
 
 AXES = ("dcn", "ici")
@@ -104,16 +105,30 @@ def test_a_shard_map_over_one_of_two_axes_is_refused():
         jax.jit(mapped)(array, array, array)
 
 
-def test_axes_that_the_mesh_lacks_are_left_out():
+def test_names_that_the_mesh_lacks_are_refused():
     array = jnp.ones((1, 64, 2, 4))
-    attend = functools.partial(ring_dilated_attention, array, array, array, **DENSE)
-    text = lambda mesh, axis_name: jax.jit(attend, static_argnames=("mesh", "axis_name")).lower(
-        mesh=mesh, axis_name=axis_name
-    )
-    one = make_mesh(ici=4)
-    assert text(one, AXES).as_text() == text(one, "ici").as_text()
+    attend = functools.partial(ring_dilated_attention, array, array, array, axis_name=AXES, **DENSE)
+    with pytest.raises(ValueError, match=r"of axis_name=\('dcn', 'ici'\) the mesh has \('ici',\) alone"):
+        attend(mesh=make_mesh(ici=4))
+    with jax.set_mesh(make_mesh(ici=4)), pytest.raises(ValueError, match=r"the mesh has \('ici',\) alone"):
+        attend()
     with pytest.raises(ValueError, match=r"has no axis axis_name=\('dcn', 'ici'\): name one of \('seq',\)"):
-        text(make_mesh(seq=4), AXES)
+        attend(mesh=make_mesh(seq=4))
+    with pytest.raises(ValueError, match=r"mesh=\{'ici': 4\} has no axis axis_name=\('dcn', 'ici'\)"):
+        plan([Segments(64)], num_tokens=64, num_heads=2, mesh={"ici": 4}, axis_name=AXES)
+    with pytest.raises(TypeError, match="mesh=8 must be a mesh, or the size of each axis by its name$"):
+        plan([Segments(64)], num_tokens=64, num_heads=2, axis_name=AXES)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1)], ids=str)
+def test_an_axis_of_one_device(sizes):
+    """XLA leaves it out of the sharding of its results."""
+    mesh = make_mesh(**dict(zip(AXES, sizes, strict=True)))
+    query, key, value = random_arguments(64, (2, 1))
+    tokens, _ = ringjax.pad_to_mesh(jnp.asarray(query), axis=-3, mesh=mesh, axis_name=AXES)
+    attend = functools.partial(ring_dilated_attention, mesh=mesh, axis_name=AXES, **DENSE)
+    out, *_ = reference_results((query, key, value), **DENSE)
+    np.testing.assert_allclose(attend(tokens, jnp.asarray(key), jnp.asarray(value)), out, atol=1e-12)
 
 
 def held_after(schedule, hops):
@@ -216,6 +231,17 @@ def test_the_planner_counts_what_crosses_the_outer_axis():
     assert exchange["exchange_size"] == 8
 
 
+def test_rings_inside_a_node_cross_no_network():
+    sizes = {"num_tokens": 2**20, "num_heads": 32, "device": "H100", "mesh": {"dcn": 4, "ici": 8}, "axis_name": AXES}
+    compared = plan([Segments(2**18)], **sizes)
+    assert {row["bytes_between_nodes"] for row in compared.rows} == {0}
+
+
+def test_the_command_takes_two_axes(capsys):
+    assert main(["plan", "--mesh", "node=4", "seq=8", "--axis-name", "node,seq", "segments:4k", "--tokens", "64k"]) == 0
+    assert "Segments(length=4096, rate=1)" in capsys.readouterr().out
+
+
 def test_exchanges_stay_within_the_inner_axis():
     mesh, length = make_mesh(dcn=2, ici=4), 64
     array = jax.ShapeDtypeStruct((1, length, 8, 4), jnp.float32, sharding=NamedSharding(mesh, P(None, AXES)))
@@ -232,8 +258,9 @@ def test_names_that_are_no_axes():
     attend = functools.partial(ring_dilated_attention, array, array, array, **DENSE)
     with pytest.raises(TypeError, match=r"axis_name=\('dcn', 3\) must be the name of a mesh axis"):
         attend(axis_name=("dcn", 3))
-    with pytest.raises(TypeError, match=r"axis_name=\(\) must be the name"):
-        attend(axis_name=())
+    for names in ((), ["dcn", "ici"]):
+        with pytest.raises(TypeError, match="must be the name of a mesh axis, such as 'seq', or a tuple of names"):
+            attend(axis_name=names)
     with pytest.raises(ValueError, match=r"axis_name=\('dcn', 'dcn'\) has a name twice"):
         attend(axis_name=("dcn", "dcn"))
 

@@ -58,7 +58,7 @@ def phantoms(
 
 @dataclasses.dataclass(frozen=True)
 class XPos:
-    """Rotary positions of which far ones weigh less (arXiv 2212.10554), in pairs of neighbours as torchscale has them.
+    """Rotary positions of which far ones weigh less (arXiv 2212.10554), in pairs of neighbors as torchscale has them.
 
     The weight of a pair falls with ``zeta ** (distance / scale_base)``, made of a factor of the query's position and
     one of the key's. Beyond `MOST` times `scale_base` tokens these or their gradients leave float32.

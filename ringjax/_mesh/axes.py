@@ -1,7 +1,7 @@
 """The axes of a mesh that cut an array, as its spec says."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,12 @@ from jaxtyping import Array
 
 Axes = tuple[str, ...]
 # The axis of the sequence as callers name it, or its axes, major first.
-AxisName = str | Sequence[str]
+AxisName = str | tuple[str, ...]
 
 
 def named(axis_name: AxisName) -> Axes:
     """Returns the axes that a caller names."""
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
 def axes_of(spec: P) -> list[Axes]:

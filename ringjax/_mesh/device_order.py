@@ -1,4 +1,4 @@
-"""Orders the devices of a mesh so that a ring hops between neighbours: inside a node, and along a TPU's grid."""
+"""Orders the devices of a mesh so that a ring hops between neighbors: inside a node, and along a TPU's grid."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ def make_mesh(
     exchange_size: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes a mesh like :func:`jax.make_mesh`, whose rings along the sequence axis hop between near neighbours.
+    """Makes a mesh like :func:`jax.make_mesh`, whose rings along the sequence axis hop between near neighbors.
 
     The sequence axis, at any place among the axes, goes through the devices of one node (of one slice) before those of
     the next, so that the fewest hops cross the network; so does the last of several. On a TPU a ring walks around a box
@@ -43,7 +43,7 @@ def make_mesh(
       inner_axes: axes whose devices are to be nearer still, as they communicate in every layer and wait for it; names
         that the mesh does not have are ignored.
       exchange_size: how many devices exchange tokens for heads, where ``strategy="all_to_all"`` has a ring between such
-        groups, see :func:`ring_dilated_attention`. On a TPU that ring then hops between neighbours, and the devices of
+        groups, see :func:`ring_dilated_attention`. On a TPU that ring then hops between neighbors, and the devices of
         a group lie further apart.
       devices: the devices; by default all. If there are more than the mesh needs, it uses the first ones.
 

@@ -30,7 +30,7 @@ def check_axis_name(name: str, axis: Any) -> None:
     Raises:
       TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    names = axis if isinstance(axis, tuple | list) else (axis,)
+    names = axis if isinstance(axis, tuple) else (axis,)
     if not (names and all(isinstance(one, str) for one in names)):
         raise TypeError(f"{name}={axis!r} must be the name of a mesh axis, such as 'seq', or a tuple of names")
     if len({*names}) < len(names):
@@ -48,7 +48,7 @@ def check_spec(name: str, spec: Any) -> None:
 
 
 def check_has_axis(mesh: Mesh | AbstractMesh | None, axis_name: AxisName) -> None:
-    """Checks that a mesh has the axes of the sequence.
+    """Checks that a mesh, if there is one, has the axes of the sequence.
 
     Raises:
       ValueError: naming the argument, its value and the remedy.
@@ -81,13 +81,23 @@ def find_axes(mesh: Mesh | AbstractMesh | None, axis_name: AxisName) -> tuple[Me
     """Returns the mesh that is given or that `jax.set_mesh` holds, None if it lacks the axes, and those that it has."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = tuple(axis for axis in present(mesh, axis_name) if types[axis] != AxisType.Manual)
-    return (mesh, axes) if axes else (None, ())
+    axes = present(mesh, axis_name)
+    return (None, ()) if AxisType.Manual in map(types.get, axes) or not axes else (mesh, axes)
 
 
 def present(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Axes:
-    """Returns the axes of the sequence that a mesh has."""
-    return tuple(axis for axis in named(axis_name) if axis in mesh.axis_names)
+    """Returns the axes of the sequence if a mesh has them, or none if it has none of them.
+
+    Raises:
+      ValueError: if it has some of them.
+    """
+    axes = tuple(axis for axis in named(axis_name) if axis in mesh.axis_names)
+    if axes not in ((), named(axis_name)):
+        raise ValueError(
+            f"of axis_name={axis_name!r} the mesh has {axes} alone, its axes are {mesh.axis_names}: name those of the "
+            "sequence, or make the others, of size one"
+        )
+    return axes
 
 
 def mesh_of(array: Array) -> Mesh | AbstractMesh | None:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from ringjax._mesh.axes import Axes, AxisName, Cuts, cuts_of, reshard, varying_axes
+from ringjax._mesh.axes import Axes, AxisName, Cuts, cuts_of, named, reshard, varying_axes
 from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of, present
 
 
@@ -200,7 +200,8 @@ def find_placement(
     manual = tuple(axis for axis in axes if types[axis] == AxisType.Manual)
     if manual not in ((), axes):
         raise ValueError(
-            f"the caller's shard_map maps over {manual} of axis_name={axis_name!r}: map over all of these or none"
+            f"the caller's shard_map maps over {manual} of axis_name={axis_name!r}: map over all of these or none, or "
+            "name those alone"
         )
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
     mapped = known if manual else known | {*axes}
@@ -210,7 +211,7 @@ def find_placement(
         mapped |= {name for name, kind in types.items() if kind == AxisType.Auto and mesh.shape[name] == 1}
     arrays = {"query": query, "key": key, "value": value}
     cuts = {name: cuts_of(_spec_of(array) if spec is None else spec, array.ndim) for name, array in arrays.items()}
-    _check_cuts(cuts, axes, axis_name)
+    _check_cuts(cuts, mesh, axis_name)
     typed = lambda axes: tuple(axis for axis in axes if axis in known)
     heads, *of_keys = (typed(cut.heads) for cut in cuts.values())
     unmapped = {
@@ -278,13 +279,16 @@ def check_spec(
                 f"spec={spec} cuts dimension {dimension} of {name}, {query.shape}, over the {shards} devices of {axes}"
                 ": leave these axes out, or make the dimension a multiple"
             )
-    _check_cuts({name: cuts_of(spec, query.ndim)}, present(mesh, axis_name), axis_name)
+    _check_cuts({name: cuts_of(spec, query.ndim)}, mesh, axis_name)
     _check_kv_heads(mesh, heads, num_kv_heads)
 
 
-def _check_cuts(cuts: dict[str, Cuts], axes: Axes, axis_name: AxisName) -> None:
+def _check_cuts(cuts: dict[str, Cuts], mesh: Mesh | AbstractMesh, axis_name: AxisName) -> None:
+    axes = named(axis_name)
+    # XLA leaves axes of one device out of the shardings of its results.
+    cutting = lambda axes: tuple(axis for axis in axes if axis not in mesh.axis_names or mesh.shape[axis] > 1)
     for name, (batch, length, heads, width) in cuts.items():
-        if length not in ((), axes):
+        if cutting(length) not in ((), cutting(axes)):
             raise ValueError(
                 f"the length of {name} is sharded over {length}, but axis_name={axis_name!r}: "
                 f"shard the length over {axis_name!r} alone, or name its axes with axis_name"

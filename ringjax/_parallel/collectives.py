@@ -66,7 +66,7 @@ class Collectives(NamedTuple):
         return self._permute(arrays, self.schedule.crossing(hops))
 
     def hop(self, arrays: Any, hops: int) -> Any:
-        """Moves every shard's arrays by `hops` shards, without wrapping around: shards without a source get zeros."""
+        """Moves arrays as `rotate` does, but in an open ring not around its ends: shards without a source get zeros."""
         return self._permute(arrays, self.schedule.hop(hops))
 
     def hop_rows(self, rows: tuple[Array, ...], hops: int) -> Moved:

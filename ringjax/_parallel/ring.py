@@ -249,7 +249,7 @@ def _go_around(
     rotations: list[Rotation],
     visit: Callable[..., Any],
     visit_own: Callable[..., Any],
-    resident_grad: Any,
+    resident: Any,
     add: Callable[[Any, Any], Any] = _add,
 ) -> tuple[Any, Any]:
     """Streams an operand around a closed ring, and returns its gradient and that of the stationary operand.
@@ -258,32 +258,33 @@ def _go_around(
     """
 
     def visit_group(
-        resident_grad: Any, operand: Operand, tiles: Tiles, crossings: Any, direction: int, visit_first: Any = visit
+        resident: Any, operand: Operand, tiles: Tiles, crossings: Any, direction: int, visit_first: Any = visit
     ) -> tuple[Any, Any]:
         before = crossings * task.schedule.inner_size
 
-        def visit_later(resident_grad: Any, operand: Operand, tiles: Tiles, hops: Any, direction: int) -> Any:
-            return visit(resident_grad, operand, tiles, before + hops, direction)
+        def visit_later(resident: Any, operand: Operand, tiles: Tiles, hops: Any, direction: int) -> Any:
+            return visit(resident, operand, tiles, before + hops, direction)
 
         if task.schedule.is_nested:
-            tiles = wait(tiles, resident_grad)
-        own_grad, resident_grad = visit_first(resident_grad, operand, tiles, before, direction)
+            # Otherwise XLA sends the first rows of several groups at once, before it computes, and holds them all.
+            tiles = wait(tiles, resident)
+        own_sums, resident = visit_first(resident, operand, tiles, before, direction)
         for rotation in rotations:
             around, _ = task.schedule.turns(rotation)
             arriving = task.collectives.hop(tiles, direction)
             moves = _hopping(task, add)
-            grad, resident_grad = _rotate(moves, operand, around, arriving, visit_later, resident_grad)
-            own_grad = add(own_grad, grad)
-        return own_grad, resident_grad
+            sums, resident = _rotate(moves, operand, around, arriving, visit_later, resident)
+            own_sums = add(own_sums, sums)
+        return own_sums, resident
 
     if not task.schedule.is_nested:
-        return visit_group(resident_grad, operand, tiles, 0, 1, visit_own)
+        return visit_group(resident, operand, tiles, 0, 1, visit_own)
     _, across = task.schedule.turns(*rotations)
     arriving = task.collectives.cross(tiles)
-    own_grad, resident_grad = visit_group(resident_grad, operand, after(tiles, arriving), 0, 1, visit_own)
-    arriving = after(arriving, own_grad)
-    grad, resident_grad = _rotate(_crossing(task, add), operand, across, arriving, visit_group, resident_grad)
-    return add(own_grad, grad), resident_grad
+    own_sums, resident = visit_group(resident, operand, after(tiles, arriving), 0, 1, visit_own)
+    arriving = after(arriving, own_sums)
+    sums, resident = _rotate(_crossing(task, add), operand, across, arriving, visit_group, resident)
+    return add(own_sums, sums), resident
 
 
 class _Moves(NamedTuple):
@@ -318,25 +319,25 @@ def _crossing(task: Task, add: Callable[[Any, Any], Any]) -> _Moves:
 
 
 def _rotate(
-    moves: _Moves, operand: Operand, rotation: Rotation, arrays: Tiles, visit: Callable[..., Any], resident_grad: Any
+    moves: _Moves, operand: Operand, rotation: Rotation, arrays: Tiles, visit: Callable[..., Any], resident: Any
 ) -> tuple[Any, Any]:
     """Rotates tiles that have made the first hop, with the sums of their gradients, and sends the sums back."""
     size, direction = rotation.steps, rotation.direction
 
     def rotate_and_visit(carry: Any, hops: Any) -> tuple[Any, None]:
-        arrays, grad, resident_grad = carry
-        arriving, grad = moves.hop(arrays, direction), moves.rotate(grad, direction)
-        arrays = moves.order(arrays, (arriving, grad))
-        addend, resident_grad = visit(resident_grad, operand, arrays, hops, direction)
-        return (*moves.tie(arriving, moves.add(grad, addend)), resident_grad), None
+        arrays, sums, resident = carry
+        arriving, sums = moves.hop(arrays, direction), moves.rotate(sums, direction)
+        arrays = moves.order(arrays, (arriving, sums))
+        addend, resident = visit(resident, operand, arrays, hops, direction)
+        return (*moves.tie(arriving, moves.add(sums, addend)), resident), None
 
     arriving = moves.hop(arrays, direction) if size > 1 else ()
-    grad, resident_grad = visit(resident_grad, operand, moves.order(arrays, arriving), 1, direction)
+    sums, resident = visit(resident, operand, moves.order(arrays, arriving), 1, direction)
     if size > 1:
-        carry, hops = (*moves.tie(arriving, grad), resident_grad), jnp.arange(2, size, dtype=jnp.uint32)
+        carry, hops = (*moves.tie(arriving, sums), resident), jnp.arange(2, size, dtype=jnp.uint32)
         num_steps = unroll(hops, moves.platform)
-        (arrays, grad, resident_grad), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
-        grad = moves.rotate(grad, direction)
-        addend, resident_grad = visit(resident_grad, operand, moves.order(arrays, grad), size, direction)
-        grad = moves.add(grad, addend)
-    return moves.rotate(grad, -direction * size), resident_grad
+        (arrays, sums, resident), _ = jax.lax.scan(rotate_and_visit, carry, hops, unroll=num_steps)
+        sums = moves.rotate(sums, direction)
+        addend, resident = visit(resident, operand, moves.order(arrays, sums), size, direction)
+        sums = moves.add(sums, addend)
+    return moves.rotate(sums, -direction * size), resident

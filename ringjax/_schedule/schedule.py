@@ -60,10 +60,9 @@ class BranchSchedule:
     """One branch of a pattern: its `queries` and `keys` on shards, and the rotations that bring them together.
 
     Rows rotate around rings of `ring_size` consecutive shards; the last ring may be shorter. In a closed ring, one
-    rotation brings each shard the rows of all others; it goes around `outer_size` groups of shards, one after the
-    other. In an open ring, rotations bring only the rows of neighbors that
-    are seen. `is_general` says that queries and keys differ in their positions or their number: then all shards form
-    one ring.
+    rotation brings each shard the rows of all others; over two mesh axes it has `outer_size` groups of shards, see
+    `inner_size`. In an open ring, rotations bring only the rows of neighbors that are seen. `is_general` says that
+    queries and keys differ in their positions or their number: then all shards form one ring.
 
     In a union, `earlier_branches` has the earlier branches, whose pairs are left out, and their numbers. A shard is
     `ulysses_size` consecutive devices that have exchanged tokens for heads; if it `exchanges_rows`, only the rows of
@@ -206,7 +205,7 @@ class BranchSchedule:
         if isinstance(hops, int) and hops == 0:
             return shard
         first, size = self.ring(shard)
-        if self.is_nested:
+        if self.is_nested:  # which is closed, and has a single direction
             inner, outer, place = self.inner_size, self.outer_size, shard - first
             group = remainder(place // inner + (outer - hops // inner), outer)
             return first + group * inner + remainder(remainder(place, inner) + (inner - remainder(hops, inner)), inner)

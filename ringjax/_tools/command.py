@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ringjax._kernels.implementation import NAMES
+from ringjax._mesh.axes import named
 from ringjax._pattern.branch import Branch, Segments, Window
 from ringjax._pattern.pattern import DilatedPattern
 from ringjax._tools.comparison import Comparison, wrap
@@ -63,6 +64,11 @@ def branch_of(text: str) -> Branch:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
+def _axes_of(text: str) -> str | tuple[str, ...]:
+    """Returns the axis of the sequence, or several."""
+    return tuple(text.split(",")) if "," in text else text
+
+
 def axis_of(text: str) -> tuple[str, int]:
     """Returns the name and the size in a text such as seq=8.
 
@@ -90,8 +96,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.help is None or action.default in (None, False, argparse.SUPPRESS, []):
             return action.help
-        default = " ".join(action.default) if isinstance(action.default, list) else action.default
-        return f"{action.help} (default: {default})"
+        return f"{action.help} (default: {action.default})"
 
 
 _LEGEND = """\
@@ -148,7 +153,7 @@ def _add_plan(commands: Any) -> None:
     add("--forward", action="store_true", help="count the forward alone, not the gradient")
     add = one.add_argument_group("the devices").add_argument
     add("--mesh", nargs="+", type=axis_of, metavar="AXIS=SIZE", help="sizes of the mesh axes, seq=8 by default")
-    add("--axis-name", nargs="+", default=["seq"], help="axis that the sequence is sharded along, or several")
+    add("--axis-name", type=_axes_of, default="seq", help="axis that the sequence is sharded along, or several: A,B")
     add("--node-size", type=count_of, help="devices of a node, as the device has it by default")
     add("--device", default="H100", help=f"{', '.join(MACHINES)}, a slice such as v5e:4x4, or a file of figures")
     add("--exchange-size", type=count_of, help="devices that exchange tokens for heads")
@@ -222,7 +227,7 @@ def _read_slice(options: argparse.Namespace) -> None:
     """
     found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", options.device)
     count = 8 if found is None else math.prod(map(int, found[2].split("x")))
-    options.mesh = options.mesh or [(options.axis_name[-1], count)]
+    options.mesh = options.mesh or [(named(options.axis_name)[-1], count)]
     if found is not None:
         size = math.prod(size for _, size in options.mesh)
         if size != count:
@@ -302,8 +307,8 @@ def _read_lengths(documents: str | None, num_tokens: int) -> list[int] | None:
 def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_devices: int | None = None) -> Comparison:
     mesh = dict(options.mesh)
     if num_devices is not None:
-        *across, around = options.axis_name
-        mesh[around] = max(1, num_devices // math.prod(mesh.get(axis, 1) for axis in across))
+        *across, around = named(options.axis_name)
+        mesh[around] = num_devices // math.prod(mesh[axis] for axis in across)
     pattern = DilatedPattern(options.branches or [Segments(options.tokens)], merge="union" if options.union else "lse")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table says the same
@@ -320,7 +325,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
             is_causal=options.causal,
             features=options.features,
             mesh=mesh,
-            axis_name=tuple(options.axis_name),
+            axis_name=options.axis_name,
             node_size=options.node_size,
             device=options.device,
             exchange_size=options.exchange_size,

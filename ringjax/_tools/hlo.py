@@ -10,7 +10,7 @@ WIDTHS = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "s32": 4,
 
 
 class Permute(NamedTuple):
-    """A permute that runs `trips` times and sends `bytes` to a neighbour each time."""
+    """A permute that runs `trips` times and sends `bytes` to a neighbor each time."""
 
     trips: int
     bytes: int

@@ -65,13 +65,14 @@ def _gathered(work: Work, schedule: BranchSchedule) -> int:
 def _rows(work: Work, schedule: BranchSchedule, has_gradient: bool) -> int:
     """Returns the bytes of a branch's rows, of queries and of all keys that are live at once, with their sums."""
     row, (heads, _) = work.row_bytes(schedule), work.heads_of(schedule)
-    # In a ring over groups, the keys on their way to the next group are live while others go around this one.
+    # In a ring over groups, the rows on their way to the next group are live while others go around this one.
     num_copies = schedule.gather_size if schedule.is_gathered else 1 + schedule.is_nested
     num_keys = schedule.keys.num_padded_rows * num_copies
+    num_queries = schedule.num_query_rows * (1 + schedule.is_nested)
     sums = work.batch * heads * (work.value_width + 2) * work.sum_itemsize
     if not has_gradient:
-        return schedule.num_query_rows * (work.query_row(schedule) + sums) + num_keys * row.keys
-    of_queries = schedule.num_query_rows * (row.queries + max(row.query_grad, sums))
+        return num_queries * (work.query_row(schedule) + sums) + num_keys * row.keys
+    of_queries = num_queries * (row.queries + max(row.query_grad, sums))
     return of_queries + num_keys * (row.keys + row.keys_grad)
 
 

@@ -64,7 +64,8 @@ def _of_rotations(
     for rotation in rotations:
         around, across = schedule.turns(rotation)
         shard, group = schedule.ulysses_size, schedule.inner_size * schedule.ulysses_size
-        num_bytes, span = row * side.num_padded_rows * (rotation.steps > 0), group if schedule.is_nested else None
+        num_bytes = row * side.num_padded_rows * (rotation.steps > 0)
+        span = group if schedule.is_closed and schedule.num_shards % schedule.ring_size == 0 else None
         yield of_devices(num_bytes, shard, around.steps * schedule.outer_size, span=span)
         yield of_devices(num_bytes * schedule.is_nested, group, across.steps)
         yield of_devices(row * rotation.halo_rows(side), schedule.ulysses_size * abs(rotation.halo_hops))

@@ -165,9 +165,10 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     plt = _pyplot()
     call = compare().call
     tokens = (call.num_queries * 2**power // 16 for power in range(9))
-    exchange_size = call.exchange_size or 1  # which divides the devices
+    # Which divide the devices: those that exchange, on each group of devices along the last axis of the sequence.
+    unit = (call.exchange_size or 1) * call.num_devices // (call.num_inner_devices or call.num_devices)
     sweeps = {
-        "num_devices": ("devices", [2**power for power in range(1, 11) if 2**power % exchange_size == 0]),
+        "num_devices": ("devices", [2**power for power in range(1, 11) if 2**power % unit == 0]),
         "num_tokens": ("tokens", [count for count in tokens if call.num_devices <= count <= MAX_POSITIONS]),
     }
     measures: dict[str, Callable[[Any], float]] = {

@@ -68,8 +68,8 @@ def plan(
         of one document are counted, and a ring takes as long as the busiest device of each step.
       dtype: the dtype of the arrays.
       features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
-      mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis;
-        or a mesh.
+      mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis,
+        if it is one; or a mesh.
       axis_name: the axis that the sequence is sharded along, or several, major first.
       head_axes: the axis or axes, besides the sequence's, that heads are sharded along; all others cut the batch.
       node_size: the devices of a node; what the device's figures say by default.
@@ -108,8 +108,7 @@ def plan(
     counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
     counts |= {} if node_size is None else {"node_size": node_size}
     _check(counts, sizes, axis_name, features)
-    *across, around = (axis for axis in named(axis_name) if axis in sizes)
-    axes = *across, around
+    axes = *across, around = named(axis_name)
     # JSON takes no NumPy integers.
     num_tokens, num_heads, num_kv_heads, batch_size = map(int, (num_tokens, num_heads, num_kv_heads, batch_size))
     head_dim, value_dim, sizes = int(head_dim), int(value_dim), {name: int(size) for name, size in sizes.items()}
@@ -171,7 +170,8 @@ def _read_mesh(mesh: Any, axis_name: AxisName) -> dict[str, int]:
         return {named(axis_name)[0]: int(mesh)}
     sizes = getattr(mesh, "shape", mesh)
     if not isinstance(sizes, Mapping):
-        raise TypeError(f"mesh={mesh!r} must be a mesh, the size of each axis by its name, or that of {axis_name!r}")
+        alone = f", or that of {axis_name!r}" if len(named(axis_name)) == 1 else ""
+        raise TypeError(f"mesh={mesh!r} must be a mesh, or the size of each axis by its name{alone}")
     return dict(sizes)
 
 
@@ -191,7 +191,7 @@ def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: AxisName, f
         most = _MOST.get(name, 2**20)
         if count > most:
             raise ValueError(f"{name}={count} is above {most}: give fewer")
-    if not sizes.keys() & {*named(axis_name)}:
+    if not sizes.keys() >= {*named(axis_name)}:
         raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
     unknown = [name for name in features if name not in FEATURES]
     if unknown:
