@@ -28,8 +28,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 # The implementations of each name that callers may give, and the name of each implementation.
 NAMES = {"cudnn": ("cudnn",), "mosaic": ("mosaic_tpu_narrow", "mosaic_tpu", "mosaic_gpu"), "xla": ("xla",)}
 NAME_OF = {own: name for name, several in NAMES.items() for own in several}
-# No device has run these yet: they serve only calls that name them.
-UNTRIED = frozenset({"mosaic_tpu_narrow", "mosaic_tpu"})
+# What no device has run yet serves only calls that name it: an implementation, or one of its options.
+UNTRIED = {"mosaic_tpu_narrow": None, "mosaic_tpu": None, "mosaic_gpu": "return_max_logit"}
 
 
 def check_implementation(argument: str, name: Any) -> None:
@@ -45,7 +45,11 @@ def check_implementation(argument: str, name: Any) -> None:
 
 def preference(request: Request) -> tuple[str, ...]:
     """Returns the implementations to try if no name is given, in this order; the last one serves everything."""
-    return tuple(name for name in _fastest_first(request) if name not in UNTRIED)
+    return tuple(name for name in _fastest_first(request) if not _is_untried(name, request))
+
+
+def _is_untried(name: str, request: Request) -> bool:
+    return name in UNTRIED and UNTRIED[name] in (None, *request.needs)
 
 
 def _fastest_first(request: Request) -> tuple[str, ...]:
@@ -83,7 +87,7 @@ def obstacles(schedule: BranchSchedule, request: Request) -> list[tuple[str, str
     for name in dict.fromkeys(NAME_OF[own] for own in _fastest_first(request)):
         own = _of_platform(NAMES[name], request.platform)[-1]
         reason = _obstacle(request, schedule, own)
-        if reason is None and own in UNTRIED:
+        if reason is None and _is_untried(own, request):
             reason = f"no device has run it yet; check it with `ringjax check`, then say implementation={name!r}"
         if reason is None:
             break
@@ -130,7 +134,7 @@ def _obstacle(request: Request, schedule: BranchSchedule, name: str) -> str | No
 def _warn_of_untried(schedules: Schedules, request: Request) -> None:
     """Warns, once, of kernels that would serve if a device had run them."""
     for name in UNTRIED:
-        is_here = IMPLEMENTATIONS[name].platform == request.platform
+        is_here = IMPLEMENTATIONS[name].platform == request.platform and _is_untried(name, request)
         if is_here and any(_obstacle(request, schedule, name) is None for schedule in schedules):
             warn_once(
                 "untried kernels",
