@@ -105,11 +105,11 @@ def ring_dilated_attention(
       The output [..., T, N, V] in query's dtype. Where the mesh divides T, it is sharded along the sequence, even if
       query is not. Its other dimensions are sharded like query's. With `return_residual` also the log-sum-exp (lse)
       [..., T, N] of the weights before dropout, in float32 (float64 where an argument is); with `return_max_logit`,
-      last, the greatest logit of each head [N] in the same dtype, over batches, tokens and devices (inside the caller's
-      own shard_map over devices along the sequence alone). A row that attends to nothing is zero, with an lse of minus
-      infinity and zero gradient. Sums are accumulated in float32 at least. The backward needs the output and the lse:
-      under `jax.checkpoint` a policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"`` keeps it from running
-      the forward again.
+      last, the greatest logit of each head [N] in the same dtype, over batches, tokens and devices; of the axes that
+      the caller's own shard_map maps over, only over those of the sequence. A row that attends to nothing is zero, with
+      an lse of minus infinity and zero gradient. Sums are accumulated in float32 at least. The backward needs the
+      output and the lse: under `jax.checkpoint` a policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"``
+      keeps it from running the forward again.
 
     Raises:
       ValueError: for shapes that disagree, heads that do not divide, a wrong pattern (see :class:`DilatedPattern`), an

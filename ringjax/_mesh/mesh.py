@@ -53,7 +53,7 @@ def check_has_axis(mesh: Mesh | AbstractMesh | None, axis_name: AxisName) -> Non
     Raises:
       ValueError: naming the argument, its value and the remedy.
     """
-    if mesh is not None and not present(mesh, axis_name):
+    if mesh is not None and not sequence_axes(mesh, axis_name):
         raise ValueError(
             f"mesh={mesh} has no axis axis_name={axis_name!r}: name one of {mesh.axis_names}, or leave mesh out"
         )
@@ -78,24 +78,31 @@ def find_mesh(
 
 
 def find_axes(mesh: Mesh | AbstractMesh | None, axis_name: AxisName) -> tuple[Mesh | AbstractMesh | None, Axes]:
-    """Returns the mesh that is given or that `jax.set_mesh` holds, None if it lacks the axes, and those that it has."""
+    """Returns the given mesh, or that of `jax.set_mesh`, and its sequence axes; None if none are there to map over."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = present(mesh, axis_name)
-    return (None, ()) if AxisType.Manual in map(types.get, axes) or not axes else (mesh, axes)
+    axes = sequence_axes(mesh, axis_name)
+    return (mesh, axes) if axes and types[axes[0]] != AxisType.Manual else (None, ())
 
 
-def present(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Axes:
-    """Returns the axes of the sequence if a mesh has them, or none if it has none of them.
+def sequence_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Axes:
+    """Returns the axes of the sequence, or none if a mesh has none of them.
 
     Raises:
-      ValueError: if it has some of them.
+      ValueError: if it has only some of them, or if the caller's shard_map maps over only some of them.
     """
     axes = tuple(axis for axis in named(axis_name) if axis in mesh.axis_names)
     if axes not in ((), named(axis_name)):
         raise ValueError(
-            f"of axis_name={axis_name!r} the mesh has {axes} alone, its axes are {mesh.axis_names}: name those of the "
-            "sequence, or make the others, of size one"
+            f"of axis_name={axis_name!r} the mesh has {axes} alone, its axes are {mesh.axis_names}: name these alone, "
+            "or give the mesh the others, with size one"
+        )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = tuple(axis for axis in axes if types[axis] == AxisType.Manual)
+    if manual not in ((), axes):
+        raise ValueError(
+            f"the caller's shard_map maps over {manual} of axis_name={axis_name!r}: map over all of these or none, or "
+            "name those alone"
         )
     return axes
 

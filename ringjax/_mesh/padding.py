@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Integer, Shaped
 
 from ringjax._mesh.axes import Axes, AxisName, reshard
-from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, find_mesh, present
+from ringjax._mesh.mesh import check_axis_name, check_has_axis, check_mesh, find_mesh, sequence_axes
 from ringjax._pattern.arguments import read_ids
 from ringjax._pattern.counts import is_integer
 
@@ -65,7 +65,7 @@ def pad_to_mesh(
     shape = tokens.shape[: tokens.ndim + axis + 1]
     ids = jnp.zeros(shape, jnp.int32) if document_ids is None else read_ids("document_ids", document_ids, shape)
     found, _ = find_mesh((tokens,), mesh)
-    if found is None or not (axes := present(found, axis_name)):
+    if found is None or not (axes := sequence_axes(found, axis_name)):
         return tokens, ids
     if {*axes} & {*getattr(found, "manual_axes", ())}:
         raise ValueError(f"pad_to_mesh inside a shard_map over {axis_name!r} sees one shard: call it before")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from ringjax._mesh.axes import Axes, AxisName, Cuts, cuts_of, named, reshard, varying_axes
-from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of, present
+from ringjax._mesh.mesh import check_abstract, find_mesh, kind_of, platform_of, sequence_axes
 
 
 class Placement(NamedTuple):
@@ -24,8 +24,8 @@ class Placement(NamedTuple):
     where there is no mesh, or where the caller's own shard_map has made all of them manual. `batch`, `heads` and
     `kv_heads` say which axes cut these dimensions; the first `num_vmaps` of the batch dimensions are instances of
     vmaps. `unmapped` holds the Auto axes of several devices that are not mapped, `num_unmapped` devices in all: the
-    compiler decides what they cut. `platform` is the name in lowering: "cuda", not
-    "gpu". If it is known only at lowering, it is JAX's default platform until then.
+    compiler decides what they cut. `platform` is the name in lowering: "cuda", not "gpu". If it is known only at
+    lowering, it is JAX's default platform until then.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -196,15 +196,9 @@ def find_placement(
 
     types = {name: kind for name, _, kind in _axes(mesh)}
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
-    axes = present(mesh, axis_name)
-    manual = tuple(axis for axis in axes if types[axis] == AxisType.Manual)
-    if manual not in ((), axes):
-        raise ValueError(
-            f"the caller's shard_map maps over {manual} of axis_name={axis_name!r}: map over all of these or none, or "
-            "name those alone"
-        )
+    axes = sequence_axes(mesh, axis_name)
     known = explicit if spec is None else {name for name, kind in types.items() if kind != AxisType.Manual}
-    mapped = known if manual else known | {*axes}
+    mapped = known | {axis for axis in axes if types[axis] != AxisType.Manual}
     # An axis of one device cuts nothing, but is mapped too, since kernels accept no Auto axis. Inside the caller's own
     # shard_map it stays Auto: mapping it would need another shard_map around this call.
     if (mapped or axes) and AxisType.Manual not in types.values():

@@ -151,19 +151,28 @@ def _with_travelling_side(work: Work, schedule: BranchSchedule) -> BranchSchedul
     if schedule.gathers_queries or _are_queries_few(work, schedule, row):
         strategy = {"strategy": "gather_queries", "rotates_queries": False, "rotates_outputs": False}
         return dataclasses.replace(schedule, **strategy)
-    with_outputs = schedule.queries.num_padded_rows * (work.query_row(schedule) + work.output_row(schedule))
-    # Where there are as many queries as keys, queries with the sums of their outputs are heavier.
-    is_ring = schedule.is_general and schedule.strategy == "ring" and not schedule.is_local
-    rotates_outputs = is_ring and with_outputs < schedule.keys.num_padded_rows * row.keys
-    rotates_queries = _are_queries_lighter(schedule, row)
-    return dataclasses.replace(schedule, rotates_queries=rotates_queries, rotates_outputs=rotates_outputs)
+    rotates = {
+        "rotates_queries": _are_queries_lighter(schedule, row),
+        "rotates_outputs": _is_general_ring(schedule) and _are_outputs_lighter(work, schedule, row),
+    }
+    return dataclasses.replace(schedule, **rotates)
+
+
+def _is_general_ring(schedule: BranchSchedule) -> bool:
+    """Returns whether a ring may have fewer queries than keys; else queries with their outputs are heavier."""
+    return schedule.is_general and schedule.strategy == "ring" and not schedule.is_local
+
+
+def _are_outputs_lighter(work: Work, schedule: BranchSchedule, row: RowBytes) -> bool:
+    queries = schedule.queries.num_padded_rows * (work.query_row(schedule) + work.output_row(schedule))
+    return queries < schedule.keys.num_padded_rows * row.keys
 
 
 def _are_queries_few(work: Work, schedule: BranchSchedule, row: RowBytes) -> bool:
     """Returns whether all queries are no more than a shard's keys, and gathering them sends fewer bytes."""
     queries, keys = schedule.queries.num_padded_rows, schedule.keys.num_padded_rows
     # Stripes balance the pairs of documents, whose keys lie on few shards.
-    is_ring = schedule.strategy == "ring" and schedule.is_general and not (schedule.is_local or schedule.is_dealt)
+    is_ring = _is_general_ring(schedule) and not schedule.is_dealt
     if not is_ring or schedule.num_shards * queries > keys:
         return False
     output = work.output_row(schedule)

@@ -36,7 +36,7 @@ def messages(work: Work, schedules: Schedules, has_gradient: bool) -> list[Messa
 def branch_messages(work: Work, schedule: BranchSchedule, has_gradient: bool) -> list[Message]:
     """Returns what each device sends in one branch, except in exchanges of tokens for heads."""
     of_strategy = _of_queries if schedule.gathers_queries else _of_gather if schedule.is_gathered else _of_ring
-    return [message for message in of_strategy(work, schedule, has_gradient) if message.num_bytes]
+    return [message for message in of_strategy(work, schedule, has_gradient) if message.num_bytes * message.times]
 
 
 def _of_ring(work: Work, schedule: BranchSchedule, has_gradient: bool) -> Iterator[Message]:
@@ -64,10 +64,10 @@ def _of_rotations(
     for rotation in rotations:
         around, across = schedule.turns(rotation)
         shard, group = schedule.ulysses_size, schedule.inner_size * schedule.ulysses_size
-        num_bytes = row * side.num_padded_rows * (rotation.steps > 0)
+        num_bytes = row * side.num_padded_rows
         span = group if schedule.is_closed and schedule.num_shards % schedule.ring_size == 0 else None
         yield of_devices(num_bytes, shard, around.steps * schedule.outer_size, span=span)
-        yield of_devices(num_bytes * schedule.is_nested, group, across.steps)
+        yield of_devices(num_bytes, group, across.steps)
         yield of_devices(row * rotation.halo_rows(side), schedule.ulysses_size * abs(rotation.halo_hops))
 
 
