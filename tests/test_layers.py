@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def test_the_way_to_a_tile_is_short(monkeypatch):
         stacks.append([frame.name for frame in traceback.extract_stack() if str(installed) in frame.filename])
         raise RuntimeError("reached")
 
-    monkeypatch.setattr(tiles.jnp, "einsum", stop)
+    monkeypatch.setattr(tiles, "jnp", types.SimpleNamespace(**(vars(jnp) | {"einsum": stop})))
     array = jnp.ones((1, 40, 3, 5))
     with pytest.raises(RuntimeError, match="reached"):
         ringjax.ring_dilated_attention(array, array, array, pattern=[Segments(40)], mesh=make_mesh(seq=8))

@@ -40,9 +40,11 @@ def forward(task: Task) -> Any:
     queries = task.take_dealt(task.queries)
     own = implementation.see(task.padded(task.queries, queries), task.counters)
 
-    def attend(partial: Any, operand: Operand, keys: Tiles, hops: Any, direction: int) -> Any:
+    def attend(operand: Operand, direction: int, carry: Any, hops: Any, send: Any = None) -> tuple[Any, None]:
+        keys, partial = carry
+        arriving = send and send(keys)
         step = _meet(task, own, implementation.see(task.padded(operand, keys, hops, direction)), hops, direction)
-        return implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
+        return (arriving, implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)), None
 
     # Halos go furthest, so they are sent first, and are in transit while a shard computes with its own keys.
     with_halos = [rotation for rotation in schedule.key_rotations if rotation.halo]
@@ -51,14 +53,16 @@ def forward(task: Task) -> Any:
     partial = task.start(queries, keys)
     rotating = [rotation for rotation in schedule.key_rotations if rotation.steps]
     if not rotating:
-        partial = attend(partial, task.keys, keys, 0, 1)
+        (_, partial), _ = attend(task.keys, 1, (keys, partial), 0)
     for number, rotation in enumerate(rotating):
         arriving = after(keys, partial if number else [halo.arrays for halo in halos])
-        # The first rotation begins with a shard's own keys.
-        partial = _attend_around(task, rotation, attend, arriving, partial, first_hop=min(number, 1))
+        if schedule.is_nested:
+            partial = _attend_across(task, rotation, attend, (arriving, partial))
+        else:  # the first rotation begins with a shard's own keys
+            partial = _attend_around(task, rotation, attend, (arriving, partial), first_hop=min(number, 1))
     for rotation, halo in zip(with_halos, halos, strict=True):
         tiles, partial = halo.behind(partial)
-        partial = attend(partial, halo.operand, tiles, rotation.steps + 1, rotation.direction)
+        (_, partial), _ = attend(halo.operand, rotation.direction, (tiles, partial), rotation.steps + 1)
     return partial
 
 
@@ -83,36 +87,33 @@ def _forward_of_queries(task: Task) -> tuple[Array, ...]:
 
 
 def _attend_around(
-    task: Task, rotation: Rotation, attend: Callable[..., Any], keys: Tiles, partial: Any, first_hop: int
+    task: Task, rotation: Rotation, attend: Callable[..., Any], carry: Any, first_hop: int = 0, before: Any = 0
 ) -> Any:
-    """Adds the attention on keys that rotate, from their hop number `first_hop` on."""
-    around, across = task.schedule.turns(rotation)
+    """Adds the attention on keys that rotate, from their hop number `first_hop` on, and `before` hops of others."""
     hop = functools.partial(task.collectives.hop, hops=rotation.direction)
+    attend = functools.partial(attend, task.keys, rotation.direction)
+    keys, partial = carry
+    hops = before + jnp.arange(first_hop, rotation.steps, dtype=jnp.uint32)
+    num_steps = unroll(hops, task.implementation.platform)
+    carry = hop(keys) if first_hop else keys, partial
+    carry, _ = jax.lax.scan(functools.partial(attend, send=hop), carry, hops, unroll=num_steps)
+    (_, partial), _ = attend(carry, before + rotation.steps)
+    return partial
 
-    def attend_group(partial: Any, keys: Tiles, crossings: Any, first_hop: int = 0) -> Any:
-        before = crossings * task.schedule.inner_size
 
-        def hop_and_attend(carry: Any, hops: Array) -> tuple[Any, None]:
-            keys, partial = carry
-            arriving = hop(keys)
-            return (arriving, attend(partial, task.keys, keys, hops, rotation.direction)), None
-
-        carry = hop(keys) if first_hop else keys, partial
-        hops = before + jnp.arange(first_hop, around.steps, dtype=jnp.uint32)
-        num_steps = unroll(hops, task.implementation.platform)
-        (last, partial), _ = jax.lax.scan(hop_and_attend, carry, hops, unroll=num_steps)
-        return attend(partial, task.keys, last, before + around.steps, rotation.direction)
+def _attend_across(task: Task, rotation: Rotation, attend: Callable[..., Any], carry: Any) -> Any:
+    """Adds the attention on keys that go around each group, and cross to the next group meanwhile."""
+    around, across = task.schedule.turns(rotation)
+    attend_around = functools.partial(_attend_around, task, around, attend)
 
     def cross_and_attend(carry: Any, crossings: Array) -> tuple[Any, None]:
         keys, partial = carry
         arriving = task.collectives.cross(keys)
-        return (arriving, attend_group(partial, after(keys, arriving), crossings)), None
+        before = crossings * task.schedule.inner_size
+        return (arriving, attend_around((after(keys, arriving), partial), before=before)), None
 
-    if not task.schedule.is_nested:
-        return attend_group(partial, keys, 0, first_hop)
-    crossings = jnp.arange(across.steps, dtype=jnp.uint32)
-    (last, partial), _ = jax.lax.scan(cross_and_attend, (keys, partial), crossings)
-    return attend_group(partial, last, across.steps)
+    carry, _ = jax.lax.scan(cross_and_attend, carry, jnp.arange(across.steps, dtype=jnp.uint32))
+    return attend_around(carry, before=across.steps * task.schedule.inner_size)
 
 
 def backward(task: Task) -> Addends:
