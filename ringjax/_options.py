@@ -13,6 +13,7 @@ from ringjax._pattern.counts import check_flag, check_optional_count, check_opti
 from ringjax._pattern.option import Option, read_options
 from ringjax._pattern.options import (
     DropoutOptions,
+    LogitOptions,
     PatternOptions,
     ResultOptions,
     ScaleOptions,
@@ -171,21 +172,6 @@ class AllDecodeOptions(DecodeOptions, ResultOptions, total=False):
 
 class Options(ModuleOptions, TokenOptions, SeedOptions, total=False):
     """The options of :func:`ring_dilated_attention`, except those on which the type of its result depends."""
-
-
-class LogitOptions(TypedDict, total=False):
-    """What is returned of the logits."""
-
-    return_max_logit: Annotated[
-        bool,
-        Option(
-            False,
-            "whether to return, last, the greatest logit of each query head [N], as QK-clip needs it: over all pairs "
-            "that the call sees, scaled and capped, without sinks; minus infinity where there are none. It has no "
-            "gradient. cuDNN's kernel does not give it.",
-            check_flag,
-        ),
-    ]
 
 
 class AllOptions(Options, ResultOptions, LogitOptions, total=False):

@@ -31,7 +31,7 @@ def test_few_programs_have_each_pair(num_devices, most):
 @pytest.fixture
 def one_program(monkeypatch):
     """Of all programs one, on two devices."""
-    program = Program("ring", "windows", False, True, True, False, True, "float32")
+    program = Program("ring", "windows", False, True, True, False, True, True, False, "float32")
     monkeypatch.setattr(check, "_levels", lambda _: [(choice,) for choice in program])
     monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
 
@@ -40,8 +40,8 @@ def test_what_is_right(one_program, capsys):
     with jax.enable_x64(False):
         assert check.print_check()
     printed = capsys.readouterr()
-    assert printed.err.startswith("1 of 1: ring, windows, sinks, cap, grouped heads, float32")
-    assert "right  ring, windows, sinks, cap, grouped heads, float32" in printed.out
+    assert printed.err.startswith("1 of 1: ring, windows, sinks, cap, grouped heads, greatest logit, float32")
+    assert "right  ring, windows, sinks, cap, grouped heads, greatest logit, float32" in printed.out
     assert "1 programs on 2 x cpu, 0 wrong" in printed.out
 
 
@@ -49,7 +49,7 @@ def test_what_is_wrong(one_program, monkeypatch, capsys):
     """An output that is off by a thousandth."""
     finish = Xla.finish
     monkeypatch.setattr(
-        Xla, "finish", lambda self, partial: (finish(self, partial)[0] * 1.001, finish(self, partial)[1])
+        Xla, "finish", lambda self, partial: (finish(self, partial)[0] * 1.001, *finish(self, partial)[1:])
     )
     jax.clear_caches()
     with jax.enable_x64(False):
@@ -66,14 +66,15 @@ def test_what_fails(one_program, monkeypatch, capsys):
         assert not check.print_check()
     printed = capsys.readouterr().out
     assert "FAILED  ring, windows" in printed
-    assert "xla, ring, windows, sinks, cap, grouped heads, float32: ZeroDivisionError: division by zero" in printed
+    program = "ring, windows, sinks, cap, grouped heads, greatest logit, float32"
+    assert f"xla, {program}: ZeroDivisionError: division by zero" in printed
     jax.clear_caches()
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8, 16])
 def test_devices_divide_the_tokens(count):
     device = types.SimpleNamespace(platform="cpu")
-    program = Program("ring", "windows", False, True, True, False, True, "float32")
+    program = Program("ring", "windows", False, True, True, False, True, True, False, "float32")
     for platform in ("cpu", "cuda"):
         device.platform = platform
         length, *_ = check._sizes(program, [device] * count)

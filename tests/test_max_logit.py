@@ -13,13 +13,18 @@ from oracle import greatest_logits, make_mesh, random_arguments
 from test_features import FEATURES, OF_OURS, PATTERN, make_arrays, of_reference
 
 import ringjax
-from ringjax import Segments, Window, ring_dilated_attention
+from ringjax import Segments, Window, dilated_attention_reference, ring_dilated_attention
 from ringjax._kernels.implementation import preference
 from ringjax._kernels.interface import Request
 from ringjax._tools.hlo import bytes_sent
 
 MANY = {"pattern": [Segments(8), Window(7), Segments(64, 2)], "is_causal": True, "logits_soft_cap": 2.0}
 greatest = functools.partial(ring_dilated_attention, return_max_logit=True)
+both = pytest.mark.parametrize(
+    "greatest",
+    [greatest, functools.partial(dilated_attention_reference, return_max_logit=True)],
+    ids=["function", "reference"],
+)
 
 
 def given(arrays, documents):
@@ -83,7 +88,8 @@ def test_each_instance_of_a_vmap_has_its_own():
     np.testing.assert_allclose(attend(*arrays), np.stack(expected), rtol=1e-12)
 
 
-def test_nothing_that_is_seen_is_minus_infinity():
+@both
+def test_nothing_that_is_seen_is_minus_infinity(greatest):
     query, key, value = map(jnp.asarray, random_arguments(16, (4, 2)))
     documents = np.full((1, 16), -1, np.int32)
     _, found = greatest(query, key, value, document_ids=documents, **MANY)
@@ -92,7 +98,8 @@ def test_nothing_that_is_seen_is_minus_infinity():
     assert (out.shape, lse.shape, found.tolist()) == ((0, 16, 4, 3), (0, 16, 4), [-np.inf] * 4)
 
 
-def test_dropout_and_sinks_do_not_count():
+@both
+def test_dropout_and_sinks_do_not_count(greatest):
     arrays = list(map(jnp.asarray, random_arguments(32, (4, 2))))
     more = {"dropout_rate": 0.9, "dropout_seed": 3, "sinks": np.full(4, 50.0)}
     np.testing.assert_allclose(greatest(*arrays, **MANY, **more)[-1], greatest_logits(arrays, **MANY), rtol=1e-12)

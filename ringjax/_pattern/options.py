@@ -183,15 +183,30 @@ class ResultOptions(TypedDict, total=False):
     ]
 
 
+class LogitOptions(TypedDict, total=False):
+    """What is returned of the logits."""
+
+    return_max_logit: Annotated[
+        bool,
+        Option(
+            False,
+            "whether to return, last, the greatest logit of each query head [N], as QK-clip needs it: over all pairs "
+            "that the call sees, scaled and capped, without sinks; minus infinity where there are none. It has no "
+            "gradient. cuDNN's kernel does not give it.",
+            check_flag,
+        ),
+    ]
+
+
 class WeightsOptions(PatternOptions, ScaleOptions, TokenOptions, total=False):
     """The options of :func:`attention_weights`."""
 
 
 class ReferenceOptions(PatternOptions, ScaleOptions, TokenOptions, DropoutOptions, SeedOptions, total=False):
-    """The options of :func:`dilated_attention_reference`, except the one that decides the type of its result."""
+    """The options of :func:`dilated_attention_reference`, except those on which the type of its result depends."""
 
 
-class AllReferenceOptions(ReferenceOptions, ResultOptions, total=False):
+class AllReferenceOptions(ReferenceOptions, ResultOptions, LogitOptions, total=False):
     """The options of :func:`dilated_attention_reference`."""
 
 

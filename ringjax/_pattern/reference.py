@@ -17,7 +17,13 @@ from ringjax._pattern.promotion import own_promotion
 
 @overload
 def dilated_attention_reference(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Unpack[ReferenceOptions]
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **options: Unpack[ReferenceOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def dilated_attention_reference(
@@ -26,8 +32,19 @@ def dilated_attention_reference(
     value: Array,
     *,
     return_residual: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **options: Unpack[ReferenceOptions],
 ) -> Array: ...
+@overload
+def dilated_attention_reference(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: bool = False,
+    return_max_logit: Literal[True],
+    **options: Unpack[ReferenceOptions],
+) -> tuple[Array, ...]: ...
 @own_promotion()
 @taking(AllReferenceOptions)
 def dilated_attention_reference(
@@ -35,7 +52,7 @@ def dilated_attention_reference(
     key: Float[Array, "*B S K H"],
     value: Float[Array, "*B S K V"],
     **options: Any,
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B T N"]]:
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "..."], ...]:
     """Computes dilated attention densely, in O(T S) memory: the definition that all implementations must match.
 
     The pair (t, s) counts M[h, t, s] times, the number of branches that hold it:
@@ -51,7 +68,8 @@ def dilated_attention_reference(
 
     Returns:
       The output [..., T, N, V] in query's dtype; with ``return_residual`` also the lse [..., T, N], in float32 at
-      least. A row that no branch covers is zero, with an lse of minus infinity and zero gradient.
+      least; with ``return_max_logit``, last, the greatest logit of each head [N] in the same dtype. A row that no
+      branch covers is zero, with an lse of minus infinity and zero gradient.
 
     Raises:
       ValueError: for a wrong pattern, see :class:`DilatedPattern`; shapes that disagree, heads that do not divide, a
@@ -83,6 +101,8 @@ def dilated_attention_reference(
     logits = scale * jnp.einsum("...tnh,...snh->...nts", query.astype(dtype), key)
     if asked.logits_soft_cap is not None:
         logits = asked.logits_soft_cap * jnp.tanh(logits / asked.logits_soft_cap)
+    seen = jax.lax.stop_gradient(jnp.where(multiplicity > 0, logits, -jnp.inf))  # [..., N, T, S]
+    greatest = seen.max(axis=[axis for axis in range(seen.ndim) if axis != seen.ndim - 3], initial=-jnp.inf)  # [N]
     logits = jnp.where(multiplicity > 0, logits + jnp.log(jnp.maximum(multiplicity, 1)).astype(dtype), -jnp.inf)
     covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
     if asked.sinks is not None:
@@ -104,7 +124,8 @@ def dilated_attention_reference(
         weights = jnp.where(is_kept, weights / (1 - asked.dropout_rate), 0)
     out = jnp.einsum("...nts,...snv->...tnv", weights, value).astype(query.dtype)
     lse = jnp.moveaxis(jnp.where(covered, lse, -jnp.inf), -1, -2)  # [..., T, N]
-    return (out, lse) if asked.return_residual else out
+    others = [lse] * asked.return_residual + [greatest] * asked.return_max_logit
+    return (out, *others) if others else out
 
 
 def _share_document(document_ids: Any) -> Bool[Array, "*B 1 T S"]:

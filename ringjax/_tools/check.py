@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import random
 import statistics
 import sys
@@ -31,7 +30,7 @@ _TOKENS, _TOKENS_ON_CPUS, _TOKENS_OF_ONE = 256, 32, 2048
 _MOST_DEVICES = 16
 # Bounds of the largest error of a result over its largest number. bfloat16 has 8 significant bits.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
-RESULTS = "out", "lse", "dquery", "dkey", "dvalue"
+RESULTS = "out", "lse", "dquery", "dkey", "dvalue", "max logit"
 
 
 class Program(NamedTuple):
@@ -44,11 +43,13 @@ class Program(NamedTuple):
     has_cap: bool
     has_dropout: bool
     has_groups: bool  # of query heads that share a key/value head
+    has_max_logit: bool
+    has_two_axes: bool  # of the sequence
     dtype: str
 
     def __str__(self) -> str:
-        features = ("documents", "sinks", "cap", "dropout", "grouped heads")
-        used = [name for name, is_used in zip(features, self[2:7], strict=True) if is_used]
+        features = ("documents", "sinks", "cap", "dropout", "grouped heads", "greatest logit", "two axes")
+        used = [name for name, is_used in zip(features, self[2:-1], strict=True) if is_used]
         return ", ".join([self.strategy or "one device", self.pattern, *used, self.dtype])
 
 
@@ -113,7 +114,8 @@ def _check_program(program: Program, names: Sequence[str], devices: Sequence[Any
 def _levels(num_devices: int) -> tuple[Sequence[Any], ...]:
     """Returns the choices of each field of a program."""
     strategies = (None, "ring", "all_to_all", "all_gather") if num_devices > 1 else (None,)
-    return strategies, ("dense", "dilated", "windows"), *5 * [(False, True)], tuple(BOUNDS)
+    two_axes = (False, True) if num_devices > 2 and num_devices % 2 == 0 else (False,)
+    return strategies, ("dense", "dilated", "windows"), *6 * [(False, True)], two_axes, tuple(BOUNDS)
 
 
 def cover(candidates: Sequence[Program]) -> list[Program]:
@@ -152,6 +154,8 @@ def _branches(program: Program, length: int) -> list[Branch]:
 
 def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bool:
     """Returns whether an implementation can compute a program, from integers alone."""
+    if program.has_two_axes and program.strategy is None:
+        return False
     count = len(devices) if program.strategy else 1
     length, num_heads, num_kv_heads = _sizes(program, devices)
     shape = lambda heads: jax.ShapeDtypeStruct((1, length, heads, _WIDTH), program.dtype)
@@ -159,6 +163,7 @@ def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bo
         "document_ids": program.has_documents,
         "logits_soft_cap": program.has_cap,
         "dropout_rate": program.has_dropout,
+        "return_max_logit": program.has_max_logit,
     }
     request = Request(
         shape(num_heads),
@@ -177,6 +182,7 @@ def _serves(program: Program, implementation: str, devices: Sequence[Any]) -> bo
         num_keys=length,
         query_offset=0,
         num_devices=count,
+        num_inner_devices=count // 2 if program.has_two_axes else None,
         batch=1,
         num_heads=num_heads,
         num_unmapped=1,
@@ -216,33 +222,46 @@ def _oracle(program: Program, devices: Sequence[Any]) -> list[np.ndarray]:
             "JAX_PLATFORMS leaves out the CPU, on which the definition is computed: add it, such as cuda,cpu"
         ) from error
     with jax.enable_x64(True), jax.default_device(host):
-        attend = lambda *arrays: dilated_attention_reference(*arrays, return_residual=True, **arguments)
-        wide = [jnp.asarray(array, jnp.float64) for array in arrays]
-        results, pullback = jax.vjp(attend, *wide)
-        grads = pullback(tuple(jnp.asarray(array, jnp.float64) for array in cotangents))
-        return list(map(np.asarray, (*results, *grads)))
+        wide, *cotangents = ([jnp.asarray(array, jnp.float64) for array in some] for some in (arrays, cotangents))
+        return list(map(np.asarray, _results(dilated_attention_reference, program, wide, *cotangents, **arguments)))
 
 
 def _compile(program: Program, implementation: str, devices: Sequence[Any]) -> Callable[[], Any]:
     """Returns a function that runs the compiled program and its gradient."""
     arrays, arguments, cotangents = _arguments(program, devices)
-    mesh = Mesh(np.array(devices if program.strategy else devices[:1]), ("seq",), axis_types=(AxisType.Auto,))
-    place = lambda array: jax.device_put(array, NamedSharding(mesh, P(None, "seq")))
+    axes, shape = (("outer", "seq"), (2, -1)) if program.has_two_axes else (("seq",), (-1,))
+    on = np.array(devices if program.strategy else devices[:1]).reshape(shape)
+    mesh = Mesh(on, axes, axis_types=(AxisType.Auto,) * len(axes))
+    place = lambda array: jax.device_put(array, NamedSharding(mesh, P(None, axes)))
     named = {name: arguments.pop(name) for name in ("document_ids", "sinks") if name in arguments}
-    more = {"strategy": program.strategy or "ring", "implementation": implementation, "mesh": mesh}
+    more = {"strategy": program.strategy or "ring", "implementation": implementation, "mesh": mesh, "axis_name": axes}
     more |= {"documents_are_sorted": True} if program.has_documents else {}
     more |= {"precision": "highest"} if program.dtype == "float32" else {}
 
     def run(arrays: Any, cotangents: Any, named: Any) -> Any:
-        attend = lambda *arrays: ring_dilated_attention(*arrays, return_residual=True, **named, **arguments, **more)
-        (out, lse), pullback = jax.vjp(attend, *arrays)
-        return out, lse, *pullback((cotangents[0].astype(out.dtype), cotangents[1].astype(lse.dtype)))
+        return _results(ring_dilated_attention, program, arrays, cotangents, **named, **arguments, **more)
 
     given = [place(jnp.asarray(array, program.dtype)) for array in arrays], list(map(place, cotangents))
     if "document_ids" in named:
         named["document_ids"] = place(named["document_ids"])
     compiled = jax.jit(run).lower(*given, named).compile()
     return lambda: compiled(*given, named)
+
+
+def _results(
+    function: Callable[..., Any], program: Program, arrays: Sequence[Any], cotangents: Sequence[Any], **arguments: Any
+) -> tuple[Any, ...]:
+    """Returns the results of a function of attention, in the order of `RESULTS`."""
+
+    def attend(*arrays: Any) -> Any:
+        out, lse, *greatest = function(
+            *arrays, return_residual=True, return_max_logit=program.has_max_logit, **arguments
+        )
+        return (out, lse), greatest
+
+    results, pullback, greatest = jax.vjp(attend, *arrays, has_aux=True)
+    grads = pullback(jax.tree.map(lambda array, result: array.astype(result.dtype), tuple(cotangents), results))
+    return *results, *grads, *greatest
 
 
 def _errors(results: Sequence[Any], expected: Sequence[np.ndarray]) -> tuple[float, ...]:
@@ -280,7 +299,8 @@ def print_check(take_all: bool = False) -> bool:
     for found in sorted(founds, key=lambda one: one.implementation):
         ratio = "-" if found.time_over_xla is None else f"{found.time_over_xla:.2f}"
         verdict = "right" if found.is_right else "WRONG" if found.failure is None else "FAILED"
-        errors = (f"{error:.0e}" for error in found.errors or [math.nan] * len(RESULTS))
+        errors = [f"{error:.0e}" for error in found.errors]
+        errors += ["-"] * (len(RESULTS) - len(errors))
         lines.append((found.implementation, *errors, ratio, verdict, str(found.program)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
