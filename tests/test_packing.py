@@ -205,7 +205,10 @@ def test_documents_of_the_command(tmp_path, capsys):
     sizes = ["plan", "--tokens", "64k", "--causal", "--implementation", "xla"]
     for documents, words in ((str(lengths), "of 18 packed documents"), ("lognormal:2k", "in 8 sequences of ")):
         assert main([*sizes, "--documents", documents]) == 0
-        assert words in capsys.readouterr().out
+        assert words in (printed := capsys.readouterr().out)
+        assert "stripes" in printed
+        assert main([*sizes, "--documents", documents, "--balance", "zigzag"]) == 0
+        assert "stripes" not in capsys.readouterr().out
     lengths.write_text("3000\nmany\n")
     for documents in ("/nowhere", "lognormal:", "lognormal:2k:wide", str(lengths)):
         assert main([*sizes, "--documents", documents]) == 2

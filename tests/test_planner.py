@@ -33,6 +33,7 @@ from ringjax._tools.compiled import compile_forecast, find_devices, memory_of
 from ringjax._tools.forecast import forecast
 from ringjax._tools.machine import MACHINES, machine_of
 from ringjax._tools.messages import Message
+from ringjax._tools.plan import FEATURES
 
 # Seconds of a training step of MaxText on as many chips as devices along the sequence, by tokens of the sequence;
 # "all_to_all" is between 8 chips, with a ring between such groups.
@@ -154,7 +155,10 @@ def test_figures_in_json():
         ({"mesh": {"data": 8}}, "has no axis axis_name='seq': name one of data"),
         ({"mesh": {"seq": 4, "tensor": 3}}, "do not divide over the 3 devices of ('tensor',)"),
         ({"mesh": {"seq": 4, "data": 2}}, "batch_size=1 does not divide over 2 devices"),
-        ({"features": ["mask"]}, "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate"),
+        (
+            {"features": ["mask"]},
+            "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate, return",
+        ),
         ({"exchange_size": 5}, "exchange_size=5 does not serve 8 devices"),
         ({"dtype": "float31"}, "dtype='float31' is none that attention takes: use one of float32, bfloat16"),
         ({"dtype": None}, "dtype=None is none that attention takes"),
@@ -218,6 +222,9 @@ def test_the_call_to_paste_says_what_was_compared():
     assert "num_heads=32, in_features=in_features, num_kv_heads=4, qkv_features=4096," in comparison.module_example
     assert "strategy='all_to_all', exchange_size=4, axis_name='context', dtype=jnp" in comparison.module_example
     assert "strategy='all_to_all', exchange_size=4, axis_name='context')" in comparison.example
+    clipped = plan([Segments(2**23)], **long, features=["return_max_logit"])
+    assert "return_max_logit=True" in clipped.example
+    assert "sow_max_logit=True" in clipped.module_example
     layout = "Make the mesh with ringjax.make_mesh(..., exchange_size=4): else no hop between groups is hidden."
     assert layout not in comparison.recommendation
     assert layout in plan([Segments(2**23)], **long, exchange_size=4, device="v5e").recommendation
@@ -263,7 +270,7 @@ def test_the_command_compiles_what_it_states(capsys):
     options = (
         "--causal --heads 4 --head-dim 8 --tokens 64 --dtype float32 --device cpu --mesh seq=4 --forward --compile"
     )
-    assert main(["plan", "window:5", *options.split(), "--features", "document_ids", "dropout_rate"]) == 0
+    assert main(["plan", "window:5", *options.split(), "--features", *FEATURES]) == 0
     *_, first = capsys.readouterr().out.strip().partition("stated to be sent")
     rows = [line.split("  ") for line in first.splitlines()[1:]]
     found = [[cell.strip() for cell in row if cell.strip()] for row in rows]

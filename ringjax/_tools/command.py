@@ -8,12 +8,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from ringjax._kernels.implementation import NAMES
 from ringjax._mesh.axes import named
 from ringjax._pattern.branch import Branch, Segments, Window
 from ringjax._pattern.pattern import DilatedPattern
+from ringjax._schedule.schedule import Balance
 from ringjax._tools.comparison import Comparison, wrap
 from ringjax._tools.machine import MACHINES
 from ringjax._tools.packing import draw_lengths
@@ -156,6 +157,7 @@ def _add_plan(commands: Any) -> None:
     add("--axis-name", type=_axes_of, default="seq", help="axis that the sequence is sharded along, or several: A,B")
     add("--node-size", type=count_of, help="devices of a node, as the device has it by default")
     add("--device", default="H100", help=f"{', '.join(MACHINES)}, a slice such as v5e:4x4, or a file of figures")
+    add("--balance", choices=get_args(Balance), help="how a ring shares its work, by default as the attention needs it")
     add("--exchange-size", type=count_of, help="devices that exchange tokens for heads")
     add("--implementation", choices=tuple(NAMES), help="what computes, the fastest that serves by default")
     add = one.add_argument_group("what is written").add_argument
@@ -328,6 +330,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
             axis_name=options.axis_name,
             node_size=options.node_size,
             device=options.device,
+            balance=options.balance,
             exchange_size=options.exchange_size,
             implementation=options.implementation,
             has_gradient=not options.forward,

@@ -185,6 +185,8 @@ class Comparison:
         options += [f"{name}={value!r}" for name, value in options_with(call, self.best.strategy).items()]
         if "document_ids" in call.request.needs and with_arrays:
             options.append("document_ids=document_ids")
+        if "return_max_logit" in call.request.needs:
+            options.append("return_max_logit=True" if with_arrays else "sow_max_logit=True")
         if self.axis_name != "seq":
             options.append(f"axis_name={self.axis_name!r}")
         if self.spec:

@@ -1,6 +1,5 @@
 """Compiles a plan: the bytes that its programs send, and their memory, for devices that need not be present."""
 
-import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,13 +92,20 @@ def compile_forecast(comparison: Comparison, one: Forecast, devices: list[Any]) 
         documents = jax.ShapeDtypeStruct((work.batch, length), jnp.int32, sharding=sharding)
     options |= {"logits_soft_cap": 50.0} if "logits_soft_cap" in needs else {}
     options |= {"dropout_rate": 0.1, "dropout_seed": 0} if "dropout_rate" in needs else {}
+    options |= {"return_max_logit": True} if "return_max_logit" in needs else {}
 
-    def run(arrays: list[Any], documents: Any) -> Any:
-        attend = functools.partial(ring_dilated_attention, document_ids=documents, **options)
-        return jax.vjp(attend, *arrays[:3])[1](arrays[3]) if comparison.has_gradient else attend(*arrays[:3])
+    def run(arrays: list[Any], documents: Any) -> tuple[Any, list[Any]]:
+        def attend(*arrays: Any) -> tuple[Any, list[Any]]:
+            out, *greatest = jax.tree.leaves(ring_dilated_attention(*arrays, document_ids=documents, **options))
+            return out, greatest
+
+        if not comparison.has_gradient:
+            return attend(*arrays[:3])
+        _, pullback, greatest = jax.vjp(attend, *arrays[:3], has_aux=True)
+        return pullback(arrays[3]), greatest
 
     with jax.enable_x64(dtype.itemsize == 8):
-        compiled = jax.jit(run, out_shardings=sharding).lower(shapes, documents).compile()
+        compiled = jax.jit(run, out_shardings=(sharding, None)).lower(shapes, documents).compile()
     return Compiled(sum(bytes_sent(str(compiled.as_text())).values()), memory_of(compiled))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from ringjax._tools.comparison import Comparison, compare
 from ringjax._tools.machine import Machine, find_machine
 from ringjax._tools.packing import pack
 
-FEATURES = "document_ids", "logits_soft_cap", "dropout_rate"
+FEATURES = "document_ids", "logits_soft_cap", "dropout_rate", "return_max_logit"
 # Bounds of what a plan counts one by one; everything else is at most 2^20.
 _MOST = {"num_tokens": MAX_POSITIONS, "num_heads": 2**12}
 
@@ -67,7 +67,8 @@ def plan(
       document_lengths: the tokens of each document, if several are packed into a sequence, in order: then only pairs
         of one document are counted, and a ring takes as long as the busiest device of each step.
       dtype: the dtype of the arrays.
-      features: which of ``"document_ids"``, ``"logits_soft_cap"`` and ``"dropout_rate"`` are used.
+      features: which of ``"document_ids"``, ``"logits_soft_cap"``, ``"dropout_rate"`` and ``"return_max_logit"`` are
+        used.
       mesh: the size of each mesh axis, such as ``{"data": 2, "seq": 8, "tensor": 2}``, or that of the sequence axis,
         if it is one; or a mesh.
       axis_name: the axis that the sequence is sharded along, or several, major first.
@@ -94,85 +95,148 @@ def plan(
     """
     asked = read_options(PlanOptions, options, OF_MAKING, "plan")
     asked.pattern = pattern
-    packings, longest = (), None
     pattern = pattern_of(asked)
-    if isinstance(features, str):
-        raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
+    check_flags(has_gradient=has_gradient)
+    devices = _Mesh.read(mesh, axis_name, head_axes)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    check_flags(has_gradient=has_gradient)
-    check_axis_name("axis_name", axis_name)
-    sizes = _read_mesh(mesh, axis_name)
-    head_axes = (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
-    counts = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    counts |= {"value_dim": value_dim, "batch_size": batch_size, **{f"mesh[{name!r}]": n for name, n in sizes.items()}}
-    counts |= {} if node_size is None else {"node_size": node_size}
-    _check(counts, sizes, axis_name, features)
-    axes = *across, around = named(axis_name)
-    # JSON takes no NumPy integers.
-    num_tokens, num_heads, num_kv_heads, batch_size = map(int, (num_tokens, num_heads, num_kv_heads, batch_size))
-    head_dim, value_dim, sizes = int(head_dim), int(value_dim), {name: int(size) for name, size in sizes.items()}
-    head_parts = math.prod(sizes.get(axis, 1) for axis in head_axes if axis not in axes)
-    batch_parts = math.prod(size for axis, size in sizes.items() if axis not in (*axes, *head_axes))
-    _check_parts(counts, head_parts, batch_parts, head_axes)
+    model = _Model(num_tokens, num_heads, num_kv_heads, head_dim, value_dim, batch_size)
+    model = model.checked(devices)
+    features = _read_features(features)
+    packings, longest = (), None
     if document_lengths is not None:
-        packings, features = pack(document_lengths, num_tokens), ("document_ids", *features)
-        longest = min(max(map(int, document_lengths)), num_tokens)
+        packings, features = pack(document_lengths, model.num_tokens), ("document_ids", *features)
+        longest = min(max(map(int, document_lengths)), model.num_tokens)
     machine = find_machine(device)
     if node_size is not None:
+        _check_counts({"node_size": node_size})
         machine = dataclasses.replace(machine, node_size=int(node_size))
-    dtype = _read_dtype(dtype)
-    shape = lambda heads, width: jax.ShapeDtypeStruct((batch_size, num_tokens, heads, width), dtype)
-    arrays = shape(num_heads, head_dim), shape(num_kv_heads, head_dim), shape(num_kv_heads, value_dim)
+    needs = tuple(dict.fromkeys((*features, *needs_of(asked))))
+    arrays = model.arrays(_read_dtype(dtype))
     call = Call.of(
         asked,
-        Request.of(
-            asked,
-            *arrays,
-            machine.platform,
-            needs=tuple(dict.fromkeys((*features, *needs_of(asked)))),
-            device_kind=machine.name,
-        ),
+        Request.of(asked, *arrays, machine.platform, needs=needs, device_kind=machine.name),
         pattern,
-        num_queries=num_tokens,
-        num_keys=num_tokens,
+        num_queries=model.num_tokens,
+        num_keys=model.num_tokens,
         query_offset=0,
-        num_devices=math.prod(sizes[axis] for axis in axes),
-        num_inner_devices=sizes[around] if across else None,
-        batch=batch_size // batch_parts,
-        num_heads=num_heads // head_parts,
+        num_devices=math.prod(devices.sizes[axis] for axis in devices.axes),
+        num_inner_devices=devices.sizes[devices.axes[-1]] if len(devices.axes) > 1 else None,
+        batch=model.batch_size // devices.batch_parts,
+        num_heads=model.num_heads // devices.head_parts,
         num_unmapped=1,
         document_itemsize=4 * ("document_ids" in features),
         packings=packings,
         longest_document=longest,
     )
-    axis_name = axes if across else around
-    return compare(call, machine, has_gradient, axis_name, _spec(sizes, axis_name, head_axes))
+    return compare(call, machine, has_gradient, devices.axis_name, devices.spec)
 
 
-def _spec(sizes: dict[str, int], axis_name: AxisName, head_axes: tuple[str, ...]) -> tuple[Any, ...]:
-    """Returns the axes that cut batches, the sequence and heads; empty if the sequence's axis is the only one."""
-    axes = [axis for axis in sizes if axis not in named(axis_name)]
-    if not axes:
-        return ()
-    of_batch, of_heads = (tuple(axis for axis in axes if (axis in head_axes) == is_of) for is_of in (False, True))
-    one_of = lambda some: some[0] if len(some) == 1 else some or None
-    return (one_of(of_batch), axis_name, one_of(of_heads))[: 3 if of_heads else 2]
+class _Mesh(NamedTuple):
+    """The sizes of the axes of a mesh: `axes` cut the sequence, `head_axes` heads, and all others the batch."""
+
+    sizes: dict[str, int]
+    axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, mesh: Any, axis_name: AxisName, head_axes: str | Sequence[str]) -> "_Mesh":
+        """Reads a mesh, or the sizes of its axes, as Python's integers: JSON takes none of NumPy's.
+
+        Raises:
+          TypeError, ValueError: for a mesh of another type, a size that is no count, or a missing axis.
+        """
+        check_axis_name("axis_name", axis_name)
+        axes, head_axes = named(axis_name), (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
+        sizes = {axes[0]: mesh} if is_integer(mesh) and len(axes) == 1 else getattr(mesh, "shape", mesh)
+        if not isinstance(sizes, Mapping):
+            alone = f", or that of {axis_name!r}" if len(axes) == 1 else ""
+            raise TypeError(f"mesh={mesh!r} must be a mesh, or the size of each axis by its name{alone}")
+        _check_counts({f"mesh[{name!r}]": size for name, size in sizes.items()})
+        if not sizes.keys() >= {*axes}:
+            raise ValueError(f"mesh={dict(sizes)} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
+        return cls({name: int(size) for name, size in sizes.items()}, axes, head_axes)
+
+    @property
+    def axis_name(self) -> AxisName:
+        """The name of the sequence's axis, or of several."""
+        first, *others = self.axes
+        return self.axes if others else first
+
+    @property
+    def head_parts(self) -> int:
+        """The number of parts into which the mesh cuts heads."""
+        return math.prod(self.sizes.get(axis, 1) for axis in self.head_axes if axis not in self.axes)
+
+    @property
+    def batch_parts(self) -> int:
+        """The number of parts into which the mesh cuts the batch."""
+        return math.prod(size for axis, size in self.sizes.items() if axis not in (*self.axes, *self.head_axes))
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        """The axes that cut batches, the sequence and heads; empty if the sequence has the only ones."""
+        axes = [axis for axis in self.sizes if axis not in self.axes]
+        if not axes:
+            return ()
+        parts = ([axis for axis in axes if (axis in self.head_axes) == is_of] for is_of in (False, True))
+        of_batch, of_heads = (some[0] if len(some) == 1 else tuple(some) or None for some in parts)
+        return (of_batch, self.axis_name, of_heads)[: 3 if of_heads else 2]
 
 
-def _read_mesh(mesh: Any, axis_name: AxisName) -> dict[str, int]:
-    """Returns the size of each axis of a mesh.
+class _Model(NamedTuple):
+    """The sizes of the attention."""
 
-    Raises:
-      TypeError: for a mesh of another type.
-    """
-    if is_integer(mesh) and len(named(axis_name)) == 1:
-        return {named(axis_name)[0]: int(mesh)}
-    sizes = getattr(mesh, "shape", mesh)
-    if not isinstance(sizes, Mapping):
-        alone = f", or that of {axis_name!r}" if len(named(axis_name)) == 1 else ""
-        raise TypeError(f"mesh={mesh!r} must be a mesh, or the size of each axis by its name{alone}")
-    return dict(sizes)
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    batch_size: int
+
+    def checked(self, devices: _Mesh) -> "_Model":
+        """Returns the sizes as Python's integers.
+
+        Raises:
+          TypeError, ValueError: for a size that is no count, or that the mesh does not divide.
+        """
+        _check_counts(self._asdict())
+        num_heads, num_kv_heads, parts = self.num_heads, self.num_kv_heads, devices.head_parts
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+        if num_heads % parts or (num_kv_heads % parts and parts % num_kv_heads):
+            raise ValueError(
+                f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {parts} devices of "
+                f"{devices.head_axes}: use fewer"
+            )
+        if self.batch_size % devices.batch_parts:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not divide over {devices.batch_parts} devices: make it a multiple"
+            )
+        return _Model(*map(int, self))
+
+    def arrays(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes of queries, keys and values."""
+        array = lambda *heads: jax.ShapeDtypeStruct((self.batch_size, self.num_tokens, *heads), dtype)
+        key, value = array(self.num_kv_heads, self.head_dim), array(self.num_kv_heads, self.value_dim)
+        return array(self.num_heads, self.head_dim), key, value
+
+
+def _check_counts(counts: Mapping[str, Any]) -> None:
+    for name, count in counts.items():
+        check_count(name, count)
+        most = _MOST.get(name, 2**20)
+        if count > most:
+            raise ValueError(f"{name}={count} is above {most}: give fewer")
+
+
+def _read_features(features: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(features, str):
+        raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
+    unknown = [name for name in features if name not in FEATURES]
+    if unknown:
+        raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
+    return tuple(features)
 
 
 def _read_dtype(dtype: Any) -> np.dtype:
@@ -183,29 +247,3 @@ def _read_dtype(dtype: Any) -> np.dtype:
     if read.name not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is none that attention takes: use one of {', '.join(DTYPES)}")
     return read
-
-
-def _check(counts: dict[str, Any], sizes: dict[str, int], axis_name: AxisName, features: Sequence[str]) -> None:
-    for name, count in counts.items():
-        check_count(name, count)
-        most = _MOST.get(name, 2**20)
-        if count > most:
-            raise ValueError(f"{name}={count} is above {most}: give fewer")
-    if not sizes.keys() >= {*named(axis_name)}:
-        raise ValueError(f"mesh={sizes} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
-    unknown = [name for name in features if name not in FEATURES]
-    if unknown:
-        raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
-
-
-def _check_parts(counts: dict[str, Any], head_parts: int, batch_parts: int, head_axes: tuple[str, ...]) -> None:
-    num_heads, num_kv_heads, batch_size = counts["num_heads"], counts["num_kv_heads"], counts["batch_size"]
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    if num_heads % head_parts or (num_kv_heads % head_parts and head_parts % num_kv_heads):
-        raise ValueError(
-            f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {head_parts} devices of "
-            f"{head_axes}: use fewer"
-        )
-    if batch_size % batch_parts:
-        raise ValueError(f"batch_size={batch_size} does not divide over {batch_parts} devices: make it a multiple")
