@@ -61,6 +61,14 @@ def in_turn(arrays: Any, computed: Any, platform: str | None) -> Any:
     return behind(arrays, computed) if platform == "tpu" else arrays
 
 
+def masks_behind(labels: Array | None, computed: Any, platform: str | None) -> Array | None:
+    """Returns the labels that masks are made of; with kernels for TPUs they depend on what is `computed`.
+
+    Otherwise XLA makes the masks of the next kernel before it starts one, and waits for labels that are on their way.
+    """
+    return wait(labels, computed) if labels is not None and platform == "tpu" else labels
+
+
 def behind(arrays: Any, computed: Any) -> Any:
     """Returns the arrays [B, n, ...]. On TPUs a barrier keeps their uses after what is `computed`, in other passes."""
     if not jax.tree.leaves(computed):

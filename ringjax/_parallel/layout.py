@@ -15,7 +15,7 @@ from ringjax._kernels.interface import Implementation, per_row
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
 from ringjax._kernels.strides import Combine, combined_dtype
-from ringjax._mesh.order import after, zeros_behind
+from ringjax._mesh.order import after, masks_behind, zeros_behind
 from ringjax._parallel.collectives import Collectives, Moved
 from ringjax._parallel.plan import Plan
 from ringjax._schedule.schedule import BranchSchedule, Rotation
@@ -194,6 +194,10 @@ class Task(NamedTuple):
         is_only = len(self.plan.schedules) == 1
         is_copied = is_only and self.schedule.is_dealt and operand.layout.rows.is_whole
         return self.collectives.deal(self.take(operand, is_copied=is_copied), operand.side)
+
+    def read_behind(self, tiles: Tiles, computed: Any) -> Tiles:
+        """Returns tiles that arrive meanwhile, whose documents are not read before something is computed."""
+        return tiles._replace(documents=masks_behind(tiles.documents, computed, self.implementation.platform))
 
     def send(self, operand: Operand, rotation: Rotation) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""

@@ -41,11 +41,14 @@ def forward(task: Task) -> Any:
     queries = task.take_dealt(task.queries)
     own = implementation.see(task.padded(task.queries, queries), task.counters)
 
-    def attend(operand: Operand, direction: int, carry: Any, hops: Any, send: Any = None) -> tuple[Any, None]:
+    def attend(
+        operand: Operand, direction: int, carry: Any, hops: Any, send: Any = lambda keys: keys
+    ) -> tuple[Any, None]:
         keys, partial = carry
-        arriving = send and send(keys)
+        arriving = send(keys)
         step = _meet(task, own, implementation.see(task.padded(operand, keys, hops, direction)), hops, direction)
-        return (arriving, implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)), None
+        partial = implementation.forward(queries.arrays, keys.arrays, step, task.plan.weighting, partial)
+        return (task.read_behind(arriving, partial), partial), None
 
     # Halos go furthest, so they are sent first, and are in transit while a shard computes with its own keys.
     with_halos = [rotation for rotation in schedule.key_rotations if rotation.halo]

@@ -143,7 +143,7 @@ def _hopping(task: Task, add: Callable[[Any, Any], Any] = _add) -> _Moves:
     # The barrier ties the tiles to the step that they overlap, as a loop's carry does. Otherwise XLA may send them only
     # after it, and wait. Around a closed ring it does not, and without a barrier may send narrower sums.
     barrier = lambda tiles, sums: jax.lax.optimization_barrier((tiles, sums))
-    tie = (lambda tiles, sums: (tiles, sums)) if task.schedule.is_closed else barrier
+    tie = (lambda tiles, sums: (task.read_behind(tiles, sums), sums)) if task.schedule.is_closed else barrier
     # Sums wrap around the ends of an open ring, unlike their tiles: otherwise they would not return.
     hop, rotate = task.collectives.hop, task.collectives.rotate
     return _Moves(hop, rotate, lambda tiles, _: tiles, tie, task.implementation.platform, add)
