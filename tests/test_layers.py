@@ -83,7 +83,7 @@ print(jax.grad(lambda inputs: attention(inputs).sum())(jnp.ones((1, 8, 8))).shap
 
 
 def test_the_way_to_a_tile_is_short(monkeypatch):
-    """From the function to the first product of a ring's tile, functions of the library alone."""
+    """Counts the library's own functions, from the call to the first product of a ring's tile."""
     stacks, installed = [], Path(ringjax.__file__).parent
 
     def stop(*_, **__):

@@ -61,12 +61,12 @@ def in_turn(arrays: Any, computed: Any, platform: str | None) -> Any:
     return behind(arrays, computed) if platform == "tpu" else arrays
 
 
-def masks_behind(labels: Array | None, computed: Any, platform: str | None) -> Array | None:
-    """Returns the labels that masks are made of; with kernels for TPUs they depend on what is `computed`.
+def documents_behind(documents: Array | None, computed: Any, platform: str | None) -> Array | None:
+    """Returns the documents; with kernels for TPUs they are read only after what is `computed`.
 
-    Otherwise XLA makes the masks of the next kernel before it starts one, and waits for labels that are on their way.
+    Otherwise XLA makes the mask of the next kernel before it starts this one, and waits for documents on their way.
     """
-    return wait(labels, computed) if labels is not None and platform == "tpu" else labels
+    return wait(documents, computed) if documents is not None and platform == "tpu" else documents
 
 
 def behind(arrays: Any, computed: Any) -> Any:
@@ -74,7 +74,7 @@ def behind(arrays: Any, computed: Any) -> Any:
     if not jax.tree.leaves(computed):
         return arrays
 
-    def wait(arrays: Any, computed: Any) -> Any:
+    def with_barrier(arrays: Any, computed: Any) -> Any:
         # XLA chooses the layout of an array at a barrier by its shape. Narrow arrays pass it with their rows last:
         # otherwise they would get a relayout copy, to lanes that they do not fill.
         is_narrow = lambda array: array.shape[-1] % LANES != 0
@@ -83,7 +83,7 @@ def behind(arrays: Any, computed: Any) -> Any:
         restore = lambda array, one: jnp.moveaxis(one, -1, 1) if is_narrow(array) else one
         return jax.tree.map(restore, arrays, passed)
 
-    return jax.lax.platform_dependent(arrays, computed, tpu=wait, default=lambda arrays, _: arrays)
+    return jax.lax.platform_dependent(arrays, computed, tpu=with_barrier, default=lambda arrays, _: arrays)
 
 
 def zeros_behind(arrays: Any, dtype: Any, count: int, others: Any = ()) -> tuple[Array, ...]:

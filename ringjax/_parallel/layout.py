@@ -15,7 +15,7 @@ from ringjax._kernels.interface import Implementation, per_row
 from ringjax._kernels.rows import Rows
 from ringjax._kernels.softmax import Keys, accumulation_dtype
 from ringjax._kernels.strides import Combine, combined_dtype
-from ringjax._mesh.order import after, masks_behind, zeros_behind
+from ringjax._mesh.order import after, documents_behind, zeros_behind
 from ringjax._parallel.collectives import Collectives, Moved
 from ringjax._parallel.plan import Plan
 from ringjax._schedule.schedule import BranchSchedule, Rotation
@@ -196,8 +196,8 @@ class Task(NamedTuple):
         return self.collectives.deal(self.take(operand, is_copied=is_copied), operand.side)
 
     def read_behind(self, tiles: Tiles, computed: Any) -> Tiles:
-        """Returns tiles that arrive meanwhile, whose documents are not read before something is computed."""
-        return tiles._replace(documents=masks_behind(tiles.documents, computed, self.implementation.platform))
+        """Returns arriving tiles, with documents that kernels for TPUs read only after what is `computed`."""
+        return tiles._replace(documents=documents_behind(tiles.documents, computed, self.implementation.platform))
 
     def send(self, operand: Operand, rotation: Rotation) -> "Halo":
         """Sends the halo of an operand, and returns the one that arrives."""

@@ -1,7 +1,7 @@
 """The strategy "ring": rows travel to the shards that see them, one scan for each direction."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from ringjax._kernels.interface import width_axis
 from ringjax._kernels.softmax import merge_rows
 from ringjax._mesh.order import after, unroll
 from ringjax._parallel.layout import Layout, Operand, Task
-from ringjax._parallel.streams import go_around, travel
+from ringjax._parallel.streams import Part, go_around, travel
 from ringjax._schedule.schedule import Rotation
 
 
@@ -93,7 +93,10 @@ def _forward_of_queries(task: Task) -> tuple[Array, ...]:
 def _attend_around(
     task: Task, rotation: Rotation, attend: Callable[..., Any], carry: Any, first_hop: int = 0, before: Any = 0
 ) -> Any:
-    """Adds the attention on keys that rotate, from their hop number `first_hop` on, and `before` hops of others."""
+    """Adds the attention on keys that rotate, from their hop number `first_hop` on.
+
+    If they have crossed groups, they have already made `before` hops.
+    """
     hop = functools.partial(task.collectives.hop, hops=rotation.direction)
     attend = functools.partial(attend, task.keys, rotation.direction)
     keys, partial = carry
@@ -164,14 +167,18 @@ def backward(task: Task) -> Addends:
     if schedule.is_closed:
         keys_grad = task.narrow(addends[1:], task.keys.tokens)
         return Addends(addends[0], *task.collectives.deal_back(keys_grad, task.keys.side))
-    parts = []
-    for part in sent.parts:
-        finished = finish(part.grad)
-        rows = tuple(part.layout.take_back(finished[number]) for number in numbers)
-        rows = task.collectives.hop_rows(rows, part.hops).take_apart() if part.hops else rows
-        parts += [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
+    parts = tuple(one for part in sent.parts for one in _hop_back(task, part, finish(part.grad), numbers))
     query, key, value = (None if number in numbers else addend for number, addend in enumerate(addends))
-    return Addends(query, key, value, tuple(parts))
+    return Addends(query, key, value, parts)
+
+
+def _hop_back(
+    task: Task, part: Part, grads: Sequence[Array], numbers: Sequence[int]
+) -> list[tuple[int, Layout, Array]]:
+    """Returns the gradients of some streamed rows on the shard that keeps them, each with its number and layout."""
+    rows = tuple(part.layout.take_back(grads[number]) for number in numbers)
+    rows = task.collectives.hop_rows(rows, part.hops).take_apart() if part.hops else rows
+    return [(number, part.layout, array) for number, array in zip(numbers, rows, strict=True)]
 
 
 def _meet(task: Task, queries: Any, keys: Any, hops: Any, direction: int) -> AttentionStep:

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     hops: int = 0
 
 
-class Sent(NamedTuple):
+class Streamed(NamedTuple):
     """The gradients of the stationary operand, and those of the streamed operand, part by part."""
 
     resident: Any
@@ -39,21 +39,21 @@ def travel(
     visit: Callable[..., Any],
     visit_own: Callable[..., Any],
     resident_grad: Any,
-) -> Sent:
+) -> Streamed:
     """Streams an operand through its rotations, and returns all gradients.
 
     `visit(resident_grad, operand, tiles, hops, direction)` computes one ring step. It returns the step's contribution
     to the gradient of the streamed operand, and the gradient of the stationary operand with the step added. In a closed
-    ring `visit_own` computes the step of a shard's own rows, and adds to earlier sums of both gradients. A shard's
-    contribution to the gradient of its own rows is not sent, so the gradient takes as many permutes as the operand.
-    Each permute is issued before the computation of a step and not needed until after it, so that the two can overlap.
-    If there is a halo, a shard therefore visits its own rows in two parts: one while the halo arrives, and one while
-    its gradient returns.
+    ring `visit_own` computes the step of a shard's own rows, and adds to earlier sums of both gradients; an open ring
+    does not use it. A shard's contribution to the gradient of its own rows is not sent, so the gradient takes as many
+    permutes as the operand. Each permute is issued before the computation of a step and not needed until after it, so
+    that the two can overlap. If there is a halo, a shard therefore visits its own rows in two parts: one while the halo
+    arrives, and one while its gradient returns.
     """
     rotating = [rotation for rotation in rotations if rotation.steps]
     if task.schedule.is_closed:
         own_grad, resident_grad = go_around(task, operand, tiles, rotating, visit, visit_own, resident_grad)
-        return Sent(resident_grad, [Part(operand.layout, own_grad)])
+        return Streamed(resident_grad, [Part(operand.layout, own_grad)])
     halos = [task.send(operand, rotation) for rotation in rotations]
     *first, last = (operand.of_part(side) for side in operand.side.in_two_parts())
     parts = []
@@ -77,7 +77,7 @@ def travel(
         arrived, resident_grad = halo.behind(resident_grad)
         resident_grad = visit_part(halo.operand, arrived, resident_grad, rotation.halo_hops, rotation.direction)
     resident_grad = visit_part(last, task.take(last), resident_grad)
-    return Sent(resident_grad, parts)
+    return Streamed(resident_grad, parts)
 
 
 def go_around(
@@ -90,9 +90,9 @@ def go_around(
     resident: Any,
     add: Callable[[Any, Any], Any] = _add,
 ) -> tuple[Any, Any]:
-    """Streams an operand around a closed ring, and returns its gradient and that of the stationary operand.
+    """Streams an operand around a closed ring, and returns the gradients of the streamed and the stationary operand.
 
-    Instead of gradients it may have other results, which `add` adds up.
+    `visit` may return other results in place of the streamed operand's gradient; then `add` adds them.
     """
 
     def visit_group(
@@ -141,7 +141,7 @@ class _Moves(NamedTuple):
 
 def _hopping(task: Task, add: Callable[[Any, Any], Any] = _add) -> _Moves:
     # The barrier ties the tiles to the step that they overlap, as a loop's carry does. Otherwise XLA may send them only
-    # after it, and wait. Around a closed ring it does not, and without a barrier may send narrower sums.
+    # after it, and wait. Around a closed ring it sends them in time, and without the barrier it may narrow the sums.
     barrier = lambda tiles, sums: jax.lax.optimization_barrier((tiles, sums))
     tie = (lambda tiles, sums: (task.read_behind(tiles, sums), sums)) if task.schedule.is_closed else barrier
     # Sums wrap around the ends of an open ring, unlike their tiles: otherwise they would not return.
