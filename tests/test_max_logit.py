@@ -94,6 +94,7 @@ def test_nothing_that_is_seen_is_minus_infinity(greatest):
     documents = np.full((1, 16), -1, np.int32)
     _, found = greatest(query, key, value, document_ids=documents, **MANY)
     assert found.tolist() == [-np.inf] * 4
+    assert len(greatest(query, key, value, return_residual=np.True_, **MANY)) == 3
     out, lse, found = greatest(query[:0], key[:0], value[:0], return_residual=True, **MANY)
     assert (out.shape, lse.shape, found.tolist()) == ((0, 16, 4, 3), (0, 16, 4), [-np.inf] * 4)
 

@@ -68,8 +68,8 @@ def dilated_attention_reference(
 
     Returns:
       The output [..., T, N, V] in query's dtype; with ``return_residual`` also the lse [..., T, N], in float32 at
-      least; with ``return_max_logit``, last, the greatest logit of each head [N] in the same dtype. A row that no
-      branch covers is zero, with an lse of minus infinity and zero gradient.
+      least; with ``return_max_logit``, last, the greatest logit of each head [N] over batches and tokens, in the same
+      dtype. A row that no branch covers is zero, with an lse of minus infinity and zero gradient.
 
     Raises:
       ValueError: for a wrong pattern, see :class:`DilatedPattern`; shapes that disagree, heads that do not divide, a
@@ -101,8 +101,7 @@ def dilated_attention_reference(
     logits = scale * jnp.einsum("...tnh,...snh->...nts", query.astype(dtype), key)
     if asked.logits_soft_cap is not None:
         logits = asked.logits_soft_cap * jnp.tanh(logits / asked.logits_soft_cap)
-    seen = jax.lax.stop_gradient(jnp.where(multiplicity > 0, logits, -jnp.inf))  # [..., N, T, S]
-    greatest = seen.max(axis=[axis for axis in range(seen.ndim) if axis != seen.ndim - 3], initial=-jnp.inf)  # [N]
+    greatest = _greatest(logits, multiplicity) if asked.return_max_logit else None  # [N]
     logits = jnp.where(multiplicity > 0, logits + jnp.log(jnp.maximum(multiplicity, 1)).astype(dtype), -jnp.inf)
     covered = jnp.broadcast_to((multiplicity > 0).any(axis=-1), logits.shape[:-1])  # [..., N, T]
     if asked.sinks is not None:
@@ -124,8 +123,13 @@ def dilated_attention_reference(
         weights = jnp.where(is_kept, weights / (1 - asked.dropout_rate), 0)
     out = jnp.einsum("...nts,...snv->...tnv", weights, value).astype(query.dtype)
     lse = jnp.moveaxis(jnp.where(covered, lse, -jnp.inf), -1, -2)  # [..., T, N]
-    others = [lse] * asked.return_residual + [greatest] * asked.return_max_logit
+    others = ([lse] if asked.return_residual else []) + ([] if greatest is None else [greatest])
     return (out, *others) if others else out
+
+
+def _greatest(logits: Float[Array, "*B N T S"], multiplicity: Any) -> Float[Array, "N"]:
+    seen = jax.lax.stop_gradient(jnp.where(multiplicity > 0, logits, -jnp.inf))
+    return seen.max(axis=[axis for axis in range(seen.ndim) if axis != seen.ndim - 3], initial=-jnp.inf)
 
 
 def _share_document(document_ids: Any) -> Bool[Array, "*B 1 T S"]:
