@@ -28,21 +28,35 @@ def test_few_programs_have_each_pair(num_devices, most):
     assert len(cover(served)) <= 12
 
 
+PROGRAM = Program(
+    strategy="ring",
+    pattern="windows",
+    has_documents=False,
+    has_sinks=True,
+    has_cap=True,
+    has_dropout=False,
+    has_groups=True,
+    has_max_logit=True,
+    has_two_axes=True,
+    dtype="float32",
+)
+TEXT = "ring, windows, sinks, cap, grouped heads, greatest logit, two axes, float32"
+
+
 @pytest.fixture
 def one_program(monkeypatch):
-    """Of all programs one, on two devices."""
-    program = Program("ring", "windows", False, True, True, False, True, True, False, "float32")
-    monkeypatch.setattr(check, "_levels", lambda _: [(choice,) for choice in program])
-    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
+    """Of all programs one, on four devices."""
+    monkeypatch.setattr(check, "_levels", lambda _: [(choice,) for choice in PROGRAM])
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:4])
 
 
 def test_what_is_right(one_program, capsys):
     with jax.enable_x64(False):
         assert check.print_check()
     printed = capsys.readouterr()
-    assert printed.err.startswith("1 of 1: ring, windows, sinks, cap, grouped heads, greatest logit, float32")
-    assert "right  ring, windows, sinks, cap, grouped heads, greatest logit, float32" in printed.out
-    assert "1 programs on 2 x cpu, 0 wrong" in printed.out
+    assert printed.err.startswith(f"1 of 1: {TEXT}")
+    assert f"right  {TEXT}" in printed.out
+    assert "1 results on 4 x cpu, 0 wrong" in printed.out
 
 
 def test_what_is_wrong(one_program, monkeypatch, capsys):
@@ -66,18 +80,16 @@ def test_what_fails(one_program, monkeypatch, capsys):
         assert not check.print_check()
     printed = capsys.readouterr().out
     assert "FAILED  ring, windows" in printed
-    program = "ring, windows, sinks, cap, grouped heads, greatest logit, float32"
-    assert f"xla, {program}: ZeroDivisionError: division by zero" in printed
+    assert f"xla, {TEXT}: ZeroDivisionError: division by zero" in printed
     jax.clear_caches()
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 8, 16])
 def test_devices_divide_the_tokens(count):
     device = types.SimpleNamespace(platform="cpu")
-    program = Program("ring", "windows", False, True, True, False, True, True, False, "float32")
     for platform in ("cpu", "cuda"):
         device.platform = platform
-        length, *_ = check._sizes(program, [device] * count)
+        length, *_ = check._sizes(PROGRAM, [device] * count)
         assert length % (32 * count) == 0
 
 
@@ -89,5 +101,5 @@ def test_eight_devices():
     command = [sys.executable, "-m", "ringjax", "check"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert "12 programs on 8 x cpu, 0 wrong" in done.stdout
+    assert "12 results on 8 x cpu, 0 wrong" in done.stdout
     assert done.stderr.count(" of 12: ") == 12

@@ -30,7 +30,7 @@ _TOKENS, _TOKENS_ON_CPUS, _TOKENS_OF_ONE = 256, 32, 2048
 _MOST_DEVICES = 16
 # Bounds of the largest error of a result over its largest number. bfloat16 has 8 significant bits.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.03}
-RESULTS = "out", "lse", "dquery", "dkey", "dvalue", "max logit"
+RESULTS = "out", "lse", "dquery", "dkey", "dvalue", "greatest logit"
 
 
 class Program(NamedTuple):
@@ -310,6 +310,6 @@ def print_check(take_all: bool = False) -> bool:
             print(f"\n{found.implementation}, {found.program}: {found.failure}")
     wrong, devices = sum(not found.is_right for found in founds), jax.devices()[:_MOST_DEVICES]
     bounds = " and ".join(f"{bound:g} in {dtype}" for dtype, bound in BOUNDS.items())
-    print(f"\n{len(founds)} programs on {len(devices)} x {devices[0].device_kind}, {wrong} wrong.")
+    print(f"\n{len(founds)} results on {len(devices)} x {devices[0].device_kind}, {wrong} wrong.")
     print(f"Errors are over the largest number of a result, beside the definition in float64: at most {bounds}.")
     return not wrong
