@@ -147,14 +147,24 @@ def test_figures_in_json():
         ({"num_heads": 0}, "num_heads=0 must be a positive integer"),
         ({"num_kv_heads": 0}, "num_kv_heads=0 must be a positive integer"),
         ({"value_dim": 0}, "value_dim=0 must be a positive integer"),
+        ({"head_axes": 3}, "head_axes=3 must be a sequence of names, such as ('tensor',)"),
+        ({"features": None}, "features=None must be a sequence of names, such as ('document_ids',)"),
+        (
+            {"return_max_logit": True},
+            "'return_max_logit': name it in features=('return_max_logit',)",
+        ),
+        ({"mesh": {0: 8}}, "mesh={0: 8} has no axis 'seq' of axis_name='seq': name one of 0"),
         ({"node_size": -4}, "node_size=-4 must be a positive integer"),
         ({"num_tokens": 2**31}, "num_tokens=2147483648 is above 2147483647: give fewer"),
         ({"num_heads": 10**400}, f"num_heads={10**400} is above 4096: give fewer"),
         ({"mesh": {"seq": 2**30}}, "mesh['seq']=1073741824 is above 1048576: give fewer"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=8"),
-        ({"mesh": {"data": 8}}, "has no axis axis_name='seq': name one of data"),
+        ({"mesh": {"data": 8}}, "mesh={'data': 8} has no axis 'seq' of axis_name='seq': name one of data"),
         ({"mesh": {"seq": 4, "tensor": 3}}, "do not divide over the 3 devices of ('tensor',)"),
-        ({"mesh": {"seq": 4, "data": 2}}, "batch_size=1 does not divide over 2 devices"),
+        (
+            {"mesh": {"seq": 4, "data": 2}},
+            "batch_size=1 does not divide over the 2 devices of ('data',): make",
+        ),
         (
             {"features": ["mask"]},
             "features has 'mask': use some of document_ids, logits_soft_cap, dropout_rate, return",
@@ -225,6 +235,12 @@ def test_the_call_to_paste_says_what_was_compared():
     clipped = plan([Segments(2**23)], **long, features=["return_max_logit"])
     assert "return_max_logit=True" in clipped.example
     assert "sow_max_logit=True" in clipped.module_example
+    options = {"documents_are_sorted": True, "block_size": 256, "precision": "highest", "logits_soft_cap": 30.0}
+    many = plan([Segments(2**23)], **long, features=["document_ids", "dropout_rate"], **options)
+    pasted = "block_size=256, precision='highest', documents_are_sorted=True"
+    assert f"{pasted}, document_ids=document_ids, logits_soft_cap=logits_soft_cap" in many.example
+    assert "dropout_rate=dropout_rate, dropout_seed=dropout_seed" in many.example
+    assert f"{pasted}, logits_soft_cap=logits_soft_cap, dropout_rate=dropout_rate, axis" in many.module_example
     layout = "Make the mesh with ringjax.make_mesh(..., exchange_size=4): else no hop between groups is hidden."
     assert layout not in comparison.recommendation
     assert layout in plan([Segments(2**23)], **long, exchange_size=4, device="v5e").recommendation
@@ -314,6 +330,8 @@ def test_the_command(capsys, tmp_path):
         figures.write_text(json.dumps({**machine, **change}))
         assert main(["plan", "--device", str(figures)]) == 2
         assert f"is no file of figures ({words}" in (error := capsys.readouterr().err) or words in error
+    assert main(["plan", "--heads", "8", "--mesh", "seq=4", "model=2", "--head-axes", "model"]) == 0
+    assert "with 4 query" in capsys.readouterr().out
     sizes = "segments:256 --tokens 4096 --heads 8 --exchange-size 4"
     assert main(["plan", *sizes.split(), "--plot", str(tmp_path / "exchanged.svg")]) == 0
     capsys.readouterr()
@@ -324,6 +342,12 @@ def test_the_command(capsys, tmp_path):
         ("--exchange-size 3", "--exchange-size 3 does not serve 8 devices"),
         ("--heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
         ("--mesh seq=8 seq=4", "--mesh seq=8 seq=4 names an axis twice: give each once"),
+        ("--axis-name node,seq", "--axis-name node,seq names several: give sizes, such as --mesh node=2 seq=2"),
+        (
+            "--mesh seq=4 node=2",
+            "--batch-size 1 does not divide over the 2 devices of ('node',): make",
+        ),
+        ("--implementation mosaic", "--implementation 'mosaic' cannot serve"),
         ("--tokens 4096M", "--tokens 4294967296 is above 2147483647"),
         ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg cannot be written (No such file or directory)"),
         ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),

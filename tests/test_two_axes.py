@@ -114,7 +114,7 @@ def test_names_that_the_mesh_lacks_are_refused():
         attend()
     with pytest.raises(ValueError, match=r"has no axis axis_name=\('dcn', 'ici'\): name one of \('seq',\)"):
         attend(mesh=make_mesh(seq=4))
-    with pytest.raises(ValueError, match=r"mesh=\{'ici': 4\} has no axis axis_name=\('dcn', 'ici'\)"):
+    with pytest.raises(ValueError, match=r"mesh=\{'ici': 4\} has no axis 'dcn' of axis_name=\('dcn', 'ici'\)"):
         plan([Segments(64)], num_tokens=64, num_heads=2, mesh={"ici": 4}, axis_name=AXES)
     with pytest.raises(TypeError, match="mesh=8 must be a mesh, or the size of each axis by its name$"):
         plan([Segments(64)], num_tokens=64, num_heads=2, axis_name=AXES)

@@ -32,8 +32,9 @@ _FLAGS = {
     "num_kv_heads": "--kv-heads",
     "is_causal": "--causal",
 }
-_OWN = "head_dim", "value_dim", "batch_size", "dtype", "features", "mesh", "axis_name", "node_size", "device"
-_FLAGS |= {name: "--" + name.replace("_", "-") for name in (*_OWN, "exchange_size")}
+_OWN = "head_dim", "value_dim", "batch_size", "dtype", "features", "mesh", "axis_name", "head_axes", "node_size"
+_OTHERS = "device", "balance", "exchange_size", "implementation"
+_FLAGS |= {name: "--" + name.replace("_", "-") for name in (*_OWN, *_OTHERS)}
 
 
 def count_of(text: str) -> int:
@@ -124,7 +125,8 @@ def parser() -> argparse.ArgumentParser:
         "check",
         formatter_class=_Formatter,
         description="Computes attention on the devices at hand by each implementation that serves, and compares\n"
-        "output, log-sum-exp and gradients with the definition in float64. Ends with 1 if anything is wrong.",
+        "output, log-sum-exp, gradients and greatest logits with the definition in float64. Ends with 1\n"
+        "if anything is wrong.",
     )
     one.add_argument("--all", action="store_true", help="take every combination of what a call may use, not each pair")
     one.add_argument("--measure", metavar="FILE", help="measure the devices too, and write FILE for plan --device")
@@ -155,9 +157,10 @@ def _add_plan(commands: Any) -> None:
     add = one.add_argument_group("the devices").add_argument
     add("--mesh", nargs="+", type=axis_of, metavar="AXIS=SIZE", help="sizes of the mesh axes, seq=8 by default")
     add("--axis-name", type=_axes_of, default="seq", help="axis that the sequence is sharded along, or several: A,B")
+    add("--head-axes", nargs="+", default=["tensor"], metavar="AXIS", help="axes that heads are sharded along")
     add("--node-size", type=count_of, help="devices of a node, as the device has it by default")
     add("--device", default="H100", help=f"{', '.join(MACHINES)}, a slice such as v5e:4x4, or a file of figures")
-    add("--balance", choices=get_args(Balance), help="how a ring shares its work, by default as the attention needs it")
+    add("--balance", choices=get_args(Balance), help="how a ring deals its rows: by default stripes for documents")
     add("--exchange-size", type=count_of, help="devices that exchange tokens for heads")
     add("--implementation", choices=tuple(NAMES), help="what computes, the fastest that serves by default")
     add = one.add_argument_group("what is written").add_argument
@@ -225,11 +228,15 @@ def _read_slice(options: argparse.Namespace) -> None:
     """Reads the device, which may be a TPU slice such as v5e:4x4, and by default gives the mesh as many devices.
 
     Raises:
-      ValueError: if the mesh and the slice have different numbers of devices.
+      ValueError: if the mesh and the slice have different numbers of devices, or several axes have no sizes.
     """
     found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", options.device)
     count = 8 if found is None else math.prod(map(int, found[2].split("x")))
-    options.mesh = options.mesh or [(named(options.axis_name)[-1], count)]
+    *others, axis = named(options.axis_name)
+    if others and not options.mesh:
+        sizes = " ".join(f"{name}=2" for name in (*others, axis))
+        raise ValueError(f"--axis-name {','.join((*others, axis))} names several: give sizes, such as --mesh {sizes}")
+    options.mesh = options.mesh or [(axis, count)]
     if found is not None:
         size = math.prod(size for _, size in options.mesh)
         if size != count:
@@ -328,6 +335,7 @@ def _compare(options: argparse.Namespace, num_tokens: int | None = None, num_dev
             features=options.features,
             mesh=mesh,
             axis_name=options.axis_name,
+            head_axes=options.head_axes,
             node_size=options.node_size,
             device=options.device,
             balance=options.balance,

@@ -185,6 +185,10 @@ class Comparison:
         options += [f"{name}={value!r}" for name, value in options_with(call, self.best.strategy).items()]
         if "document_ids" in call.request.needs and with_arrays:
             options.append("document_ids=document_ids")
+        # What is not known here has the name of its option.
+        options += [f"{name}={name}" for name in ("logits_soft_cap", "dropout_rate") if name in call.request.needs]
+        if "dropout_rate" in call.request.needs and with_arrays:
+            options.append("dropout_seed=dropout_seed")
         if "return_max_logit" in call.request.needs:
             options.append("return_max_logit=True" if with_arrays else "sow_max_logit=True")
         if self.axis_name != "seq":
@@ -286,7 +290,8 @@ def options_with(call: Call, strategy: str | tuple[str, ...]) -> dict[str, Any]:
     """Returns the options of a call, besides its strategy, that differ from the default."""
     exchanges = "all_to_all" in strategy
     options = {"exchange_size": call.exchange_size if exchanges else None, "implementation": call.implementation}
-    options["balance"] = call.request.balance
+    options |= {name: getattr(call.request, name) for name in ("balance", "block_size", "precision")}
+    options["documents_are_sorted"] = call.request.documents_are_sorted or None
     return {name: value for name, value in options.items() if value is not None}
 
 

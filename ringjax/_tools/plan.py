@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -25,6 +25,7 @@ from ringjax._tools.machine import Machine, find_machine
 from ringjax._tools.packing import pack
 
 FEATURES = "document_ids", "logits_soft_cap", "dropout_rate", "return_max_logit"
+_REMEDIES = OF_MAKING | {name: f"name it in features=({name!r},)" for name in FEATURES}
 # Bounds of what a plan counts one by one; everything else is at most 2^20.
 _MOST = {"num_tokens": MAX_POSITIONS, "num_heads": 2**12}
 
@@ -77,7 +78,7 @@ def plan(
       device: ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"``, ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"cpu"``, or a file of
         figures in JSON.
       has_gradient: whether the gradient is counted too.
-      **options: as :func:`ring_dilated_attention` takes them.
+      **options: as :func:`ring_dilated_attention` takes them; `features` names what else a call uses.
 
     Returns:
       A comparison of the strategies: `print` it for a table; `to_json()` returns its figures, `forecasts` has all
@@ -93,7 +94,7 @@ def plan(
       >>> plan([Segments(2**20)], num_tokens=2**20, num_heads=32, num_kv_heads=8, is_causal=True, mesh=8).best.strategy
       'all_to_all'
     """
-    asked = read_options(PlanOptions, options, OF_MAKING, "plan")
+    asked = read_options(PlanOptions, options, _REMEDIES, "plan")
     asked.pattern = pattern
     pattern = pattern_of(asked)
     check_flags(has_gradient=has_gradient)
@@ -129,7 +130,7 @@ def plan(
         packings=packings,
         longest_document=longest,
     )
-    return compare(call, machine, has_gradient, devices.axis_name, devices.spec)
+    return compare(call, machine, bool(has_gradient), devices.axis_name, devices.spec)
 
 
 class _Mesh(NamedTuple):
@@ -147,14 +148,17 @@ class _Mesh(NamedTuple):
           TypeError, ValueError: for a mesh of another type, a size that is no count, or a missing axis.
         """
         check_axis_name("axis_name", axis_name)
-        axes, head_axes = named(axis_name), (head_axes,) if isinstance(head_axes, str) else tuple(head_axes)
+        axes = named(axis_name)
+        head_axes = (head_axes,) if isinstance(head_axes, str) else _names("head_axes", head_axes)
         sizes = {axes[0]: mesh} if is_integer(mesh) and len(axes) == 1 else getattr(mesh, "shape", mesh)
         if not isinstance(sizes, Mapping):
             alone = f", or that of {axis_name!r}" if len(axes) == 1 else ""
             raise TypeError(f"mesh={mesh!r} must be a mesh, or the size of each axis by its name{alone}")
         _check_counts({f"mesh[{name!r}]": size for name, size in sizes.items()})
-        if not sizes.keys() >= {*axes}:
-            raise ValueError(f"mesh={dict(sizes)} has no axis axis_name={axis_name!r}: name one of {', '.join(sizes)}")
+        missing = [axis for axis in axes if axis not in sizes]
+        if missing:
+            remedy = f"name one of {', '.join(map(str, sizes))}" if sizes else "give its size"
+            raise ValueError(f"mesh={dict(sizes)} has no axis {missing[0]!r} of axis_name={axis_name!r}: {remedy}")
         return cls({name: int(size) for name, size in sizes.items()}, axes, head_axes)
 
     @property
@@ -169,18 +173,22 @@ class _Mesh(NamedTuple):
         return math.prod(self.sizes.get(axis, 1) for axis in self.head_axes if axis not in self.axes)
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that cut the batch: all that are named for nothing else."""
+        return tuple(axis for axis in self.sizes if axis not in (*self.axes, *self.head_axes))
+
+    @property
     def batch_parts(self) -> int:
         """The number of parts into which the mesh cuts the batch."""
-        return math.prod(size for axis, size in self.sizes.items() if axis not in (*self.axes, *self.head_axes))
+        return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     @property
     def spec(self) -> tuple[Any, ...]:
         """The axes that cut batches, the sequence and heads; empty if the sequence has the only ones."""
-        axes = [axis for axis in self.sizes if axis not in self.axes]
-        if not axes:
+        of_heads = tuple(axis for axis in self.sizes if axis in self.head_axes and axis not in self.axes)
+        if not (self.batch_axes or of_heads):
             return ()
-        parts = ([axis for axis in axes if (axis in self.head_axes) == is_of] for is_of in (False, True))
-        of_batch, of_heads = (some[0] if len(some) == 1 else tuple(some) or None for some in parts)
+        of_batch, of_heads = (some[0] if len(some) == 1 else some or None for some in (self.batch_axes, of_heads))
         return (of_batch, self.axis_name, of_heads)[: 3 if of_heads else 2]
 
 
@@ -207,11 +215,12 @@ class _Model(NamedTuple):
         if num_heads % parts or (num_kv_heads % parts and parts % num_kv_heads):
             raise ValueError(
                 f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not divide over the {parts} devices of "
-                f"{devices.head_axes}: use fewer"
+                f"{devices.head_axes}: use fewer devices there"
             )
         if self.batch_size % devices.batch_parts:
             raise ValueError(
-                f"batch_size={self.batch_size} does not divide over {devices.batch_parts} devices: make it a multiple"
+                f"batch_size={self.batch_size} does not divide over the {devices.batch_parts} devices of "
+                f"{devices.batch_axes}: make it a multiple, or name these axes in axis_name or head_axes"
             )
         return _Model(*map(int, self))
 
@@ -231,17 +240,23 @@ def _check_counts(counts: Mapping[str, Any]) -> None:
 
 
 def _read_features(features: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(features, str):
-        raise TypeError(f"features={features!r} must be a sequence of names, such as ({features!r},)")
+    features = _names("features", features)
     unknown = [name for name in features if name not in FEATURES]
     if unknown:
         raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
-    return tuple(features)
+    return features
+
+
+def _names(argument: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        example = names if isinstance(names, str) else FEATURES[0] if argument == "features" else "tensor"
+        raise TypeError(f"{argument}={names!r} must be a sequence of names, such as ({example!r},)")
+    return tuple(names)
 
 
 def _read_dtype(dtype: Any) -> np.dtype:
     try:
-        read = np.dtype(bool if dtype is None else jax.numpy.dtype(dtype))
+        read = np.dtype(bool if dtype is None else jax.numpy.dtype(dtype))  # NumPy takes None for float64
     except TypeError:
         read = np.dtype(bool)
     if read.name not in DTYPES:
