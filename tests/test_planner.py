@@ -347,7 +347,7 @@ def test_the_command(capsys, tmp_path):
             "--mesh seq=4 node=2",
             "--batch-size 1 does not divide over the 2 devices of ('node',): make",
         ),
-        ("--implementation mosaic", "--implementation 'mosaic' cannot serve"),
+        ("--implementation cudnn --device v5e", "--implementation 'cudnn' cannot serve"),
         ("--tokens 4096M", "--tokens 4294967296 is above 2147483647"),
         ("--plot /nowhere/x.svg", "--plot /nowhere/x.svg cannot be written (No such file or directory)"),
         ("--plot x.weird", "--plot x.weird must end in one of .png, .svg, .pdf"),
