@@ -44,6 +44,7 @@ def forward(task: Task) -> Any:
     def attend(
         operand: Operand, direction: int, carry: Any, hops: Any, send: Any = lambda keys: keys
     ) -> tuple[Any, None]:
+        # One ring step, as a scan takes it. Keys are sent on before the step, so that the two overlap.
         keys, partial = carry
         arriving = send(keys)
         step = _meet(task, own, implementation.see(task.padded(operand, keys, hops, direction)), hops, direction)

@@ -47,8 +47,8 @@ def travel(
     ring `visit_own` computes the step of a shard's own rows, and adds to earlier sums of both gradients; an open ring
     does not use it. A shard's contribution to the gradient of its own rows is not sent, so the gradient takes as many
     permutes as the operand. Each permute is issued before the computation of a step and not needed until after it, so
-    that the two can overlap. If there is a halo, a shard therefore visits its own rows in two parts: one while the halo
-    arrives, and one while its gradient returns.
+    that the two can overlap. If there is a halo, a shard therefore computes with its own rows in two parts: one while
+    the halo arrives, and one while its gradient returns.
     """
     rotating = [rotation for rotation in rotations if rotation.steps]
     if task.schedule.is_closed:
@@ -126,7 +126,7 @@ def go_around(
 
 
 class _Moves(NamedTuple):
-    """How tiles, and the sums of their gradients, move between two visits, and how sums are added.
+    """How tiles, and the sums of their gradients, move between two ring steps, and how sums are added.
 
     `order` keeps a visit after the moves that are issued before it. `tie` returns tiles and sums, tied to each other.
     """

@@ -192,7 +192,7 @@ class LogitOptions(TypedDict, total=False):
             False,
             "whether to return, last, the greatest logit of each query head [N], as QK-clip needs it: over all pairs "
             "that the call sees, scaled and capped, without sinks; minus infinity where there are none. It has no "
-            "gradient. cuDNN's kernel does not give it.",
+            "gradient.",
             check_flag,
         ),
     ]

@@ -234,11 +234,25 @@ class Comparison:
                 f"Counted in {len(call.packings)} sequence{'s' if len(call.packings) > 1 else ''} of {count:,} packed "
                 "documents. In each step of a ring all devices wait for the busiest."
             )
+        served = [
+            f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
+            for one in self.implementations
+        ]
+        if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
+            served.append(
+                f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
+                f"and {self.reach.beyond.mean():.0%} do in a head on average."
+            )
+        warned = [] if self.problem is None else [f"Warning: {self.problem}."]
+        said = [*served, *warned, "", self.recommendation, self.example, *filter(None, [self.module_example])]
+        return "\n".join([*map(wrap, title), "", *self._table(), "", *map(wrap, said)])
+
+    def _table(self) -> list[str]:
         labels = {
             "strategy": "strategy",
             "exchange": "exchange_size",
             "balance": "balance",
-            **({"busiest over the mean": "busiest_over_mean"} if call.packings else {}),
+            **({"busiest over the mean": "busiest_over_mean"} if self.call.packings else {}),
             "hops": "hops",
             "messages": "messages",
             "sent forward": "bytes_forward",
@@ -256,19 +270,7 @@ class Comparison:
         cells = [list(labels)] + [[_cell(key, row[key]) for key in labels.values()] for row in self.rows]
         cells[1:] = [list(map(str.rjust, column, [max(map(len, column))] * len(column))) for column in cells[1:]]
         cells[0] = [label.ljust(max(map(len, labels))) for label in labels]
-        lines = ["  ".join(line) for line in zip(*cells, strict=True)]
-        served = [
-            f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
-            for one in self.implementations
-        ]
-        if len({min(branch.extent, call.num_queries) for branch in call.pattern.branches}) > 1:
-            served.append(
-                f"{self.reach.in_any_head:.0%} of the queries see beyond their smallest branch in one head at least, "
-                f"and {self.reach.beyond.mean():.0%} do in a head on average."
-            )
-        warned = [] if self.problem is None else [f"Warning: {self.problem}."]
-        said = [*served, *warned, "", self.recommendation, self.example, *filter(None, [self.module_example])]
-        return "\n".join([*map(wrap, title), "", *lines, "", *map(wrap, said)])
+        return ["  ".join(line) for line in zip(*cells, strict=True)]
 
 
 def _sizes(call: Call) -> str:

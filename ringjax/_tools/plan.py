@@ -101,8 +101,7 @@ def plan(
     devices = _Mesh.read(mesh, axis_name, head_axes)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    model = _Model(num_tokens, num_heads, num_kv_heads, head_dim, value_dim, batch_size)
-    model = model.checked(devices)
+    model = _Model(num_tokens, num_heads, num_kv_heads, head_dim, value_dim, batch_size).checked(devices)
     features = _read_features(features)
     packings, longest = (), None
     if document_lengths is not None:
@@ -149,7 +148,7 @@ class _Mesh(NamedTuple):
         """
         check_axis_name("axis_name", axis_name)
         axes = named(axis_name)
-        head_axes = (head_axes,) if isinstance(head_axes, str) else _names("head_axes", head_axes)
+        head_axes = (head_axes,) if isinstance(head_axes, str) else _names("head_axes", head_axes, "tensor")
         sizes = {axes[0]: mesh} if is_integer(mesh) and len(axes) == 1 else getattr(mesh, "shape", mesh)
         if not isinstance(sizes, Mapping):
             alone = f", or that of {axis_name!r}" if len(axes) == 1 else ""
@@ -240,16 +239,15 @@ def _check_counts(counts: Mapping[str, Any]) -> None:
 
 
 def _read_features(features: Sequence[str]) -> tuple[str, ...]:
-    features = _names("features", features)
+    features = _names("features", features, FEATURES[0])
     unknown = [name for name in features if name not in FEATURES]
     if unknown:
         raise ValueError(f"features has {unknown[0]!r}: use some of {', '.join(FEATURES)}")
     return features
 
 
-def _names(argument: str, names: Any) -> tuple[str, ...]:
+def _names(argument: str, names: Any, example: str) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
-        example = names if isinstance(names, str) else FEATURES[0] if argument == "features" else "tensor"
         raise TypeError(f"{argument}={names!r} must be a sequence of names, such as ({example!r},)")
     return tuple(names)
 
