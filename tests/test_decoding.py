@@ -94,7 +94,7 @@ def continued(step, length=PROMPT):
 @pytest.mark.parametrize(
     ("pattern", "mesh"),
     [
-        *(("longnet", mesh) for mesh in MESHES),
+        ("longnet", "none"),
         ("straddling union", "auto"),
         ("windows", "auto"),
         ("a window", "none"),
@@ -340,9 +340,10 @@ def of_each(array, starts, count):
     return jnp.stack([row[start : start + count] for row, start in zip(array, starts, strict=True)])
 
 
-@pytest.mark.quick("windows and segments-auto")
-@pytest.mark.parametrize("mesh", ["none", "auto", "explicit"])
-@pytest.mark.parametrize("pattern", RAGGED)
+@pytest.mark.quick("grouped-none")
+@pytest.mark.parametrize(
+    ("pattern", "mesh"), [("windows and segments", "auto"), ("union", "explicit"), ("grouped", "none")]
+)
 def test_sequences_of_several_lengths(pattern, mesh):
     """Prompts with padding behind them, then steps of each from its own place, in one program for all lengths."""
     module = make(**RAGGED[pattern])
@@ -364,9 +365,8 @@ def test_sequences_of_several_lengths(pattern, mesh):
                 np.testing.assert_array_equal(module.cache_index.get_value(), lengths)
 
 
-@pytest.mark.quick("False-none")
-@pytest.mark.parametrize("mesh", ["none", "auto"])
-@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("per_sequence", "mesh"), [(False, "auto"), (True, "none")])
 def test_tokens_that_are_taken_back(per_sequence, mesh):
     """So many as was said are exact; further back it is NaN where rows are lost: the window's row of token 41."""
     module = make(pattern=(ringjax.Window(5), ringjax.Segments(8), ringjax.Segments(10, 2)))

@@ -79,6 +79,7 @@ def _without_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+@pytest.mark.quick("narrow sums")
 @pytest.mark.parametrize("program", [GRADIENT, NARROW_SUMS], ids=["permutes", "narrow sums"])
 def test_programs_on_which_the_cpus_compiler_aborted(program):
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

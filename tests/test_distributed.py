@@ -15,10 +15,9 @@ from benchmarks.training_runs import ROOT, end_all, free_port, losses, wait_for_
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_attention_across_processes(count, runs):
+def test_attention_across_processes(runs):
     """Outputs, lse and gradients of a pattern with rings through all processes, and documents, in float64."""
-    environment = runs.environment()
+    environment, count = runs.environment(), 2
     environment["PYTHONPATH"] += f":{ROOT}/tests"
     command = [sys.executable, str(ROOT / "tests" / "attention_process.py"), f"127.0.0.1:{free_port()}", str(count)]
     processes = [
@@ -32,10 +31,8 @@ def test_attention_across_processes(count, runs):
         assert "exact" in ended.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "mesh"), [(2, "data=2,seq=4"), (4, "fsdp=2,seq=4")])
-def test_training_across_processes(count, mesh, runs, undisturbed, tmp_path):
-    ended = end_all(runs.start_processes(count, tmp_path / "run", "--mesh", mesh))
+def test_training_across_processes(runs, undisturbed, tmp_path):
+    ended = end_all(runs.start_processes(4, tmp_path / "run", "--mesh", "fsdp=2,seq=4"))
     assert all(process.code == 0 for process in ended), ended[0].stderr
     assert "held-out bits per byte" in ended[0].stdout
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(undisturbed), rtol=2e-4)
@@ -50,7 +47,6 @@ def test_a_checkpoint_of_one_process_resumes_on_two(runs, undisturbed, tmp_path)
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(undisturbed), rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_processes_end_when_one_dies(victim, runs, tmp_path):
     processes = runs.start_processes(2, tmp_path / "run", "--mesh", "data=2,seq=4", "--peer-timeout", "10")

@@ -374,27 +374,12 @@ def calls(draw):
     return draw(st.sampled_from([1, 2, 3, 5, 8])), draw(st.sampled_from(list(AxisType)[:2])), arguments
 
 
-def check_combination(call):
+@pytest.mark.slow
+@given(calls())
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
+def test_features_compose(call):
     ring_size, kind, arguments = call
     check(make_mesh(kind, seq=ring_size), make_arrays(**arguments), arguments)
-
-
-in_any_combination = given(calls())
-options = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-
-
-@pytest.mark.slow
-@in_any_combination
-@settings(max_examples=8, derandomize=True, **options)
-def test_features_compose(call):
-    check_combination(call)
-
-
-@pytest.mark.slow
-@in_any_combination
-@settings(max_examples=40, **options)
-def test_features_compose_in_many_ways(call):
-    check_combination(call)
 
 
 ALL = {

@@ -113,6 +113,7 @@ def test_eight_devices_train_as_one(run, options):
     assert lines[-1].startswith("held-out loss")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_bit_for_bit(run, tmp_path, monkeypatch):
     options = ("--packed", "--steps", 6, "--checkpoint-every", 2, "--mesh", "seq=4")
     losses, _ = run(*options, out="whole")
@@ -134,6 +135,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(run, tmp_path, monkeypatch):
     assert list(one) == ["0", "6"]
 
 
+@pytest.mark.slow
 def test_adapters_leave_the_rest_alone(run, data, tmp_path):
     """They are all that is trained and written; a saved model has them in its projections."""
     options = "--lora", 2, "--steps", 3, "--sequence-length", 128, "--mesh", "seq=4"

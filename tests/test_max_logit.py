@@ -31,8 +31,21 @@ def given(arrays, documents):
     return {"document_ids": documents if len(documents) == 2 else documents[0]} if documents else {}
 
 
-@pytest.mark.quick("grouped by branch", "dealt segments", "exchanged groups of heads", "few queries of a union", "all")
-@pytest.mark.parametrize("name", FEATURES)
+OF_LOGITS = (
+    "grouped by branch",
+    "few queries of a union",
+    "queries that go around",
+    "more queries",
+    "phases",
+    "gathered windows",
+    "exchanged groups of heads",
+    "dealt segments",
+    "all",
+)
+
+
+@pytest.mark.quick("dealt segments", "exchanged groups of heads", "all")
+@pytest.mark.parametrize("name", OF_LOGITS)
 def test_feature_equals_oracle(name):
     arguments = {**PATTERN, **FEATURES[name]}
     arrays = make_arrays(**arguments)

@@ -52,7 +52,7 @@ def mean_loss(logits, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
 
-@pytest.mark.quick("qwen3", "gpt_oss")
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_tokens_are_those_of_transformers(tmp_path, name):
     """On a mesh, and four prompts of several lengths in one batch."""

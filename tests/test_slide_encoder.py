@@ -41,7 +41,7 @@ def encode(encoder, name, dtype=jnp.float32):
         ("61 tiles", 8, AxisType.Explicit, "float32"),
         ("197 tiles", 5, AxisType.Auto, "float32"),
         ("1068 tiles", 8, AxisType.Auto, "float32"),
-        *(pytest.param("10000 tiles", devices, AxisType.Auto, "float32", marks=pytest.mark.slow) for devices in (1, 8)),
+        ("10000 tiles", 8, AxisType.Auto, "float32"),
     ],
 )
 def test_states_and_output_of_the_original(name, devices, kind, dtype):
