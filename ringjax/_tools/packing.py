@@ -61,14 +61,16 @@ def pack(lengths: Sequence[int], num_tokens: int) -> tuple[Packing, ...]:
 
 def draw_lengths(median: float, sigma: float, num_tokens: int, seed: int = 0) -> list[int]:
     """Returns log-normal lengths of documents that fill several sequences of so many tokens."""
-    random = np.random.default_rng(seed)
+    random, fewest = np.random.default_rng(seed), min(_FEWEST_TOKENS, num_tokens)
     lengths: list[int] = []
+    drawn = np.empty(0, np.int64)
     for _ in range(_MOST_PACKINGS):
-        total = 0
-        while total < num_tokens:
-            length = int(np.clip(random.lognormal(np.log(median), sigma), min(_FEWEST_TOKENS, num_tokens), num_tokens))
-            lengths.append(length)
-            total += length
+        while drawn.sum() < num_tokens:
+            more = random.lognormal(np.log(median), sigma, size=max(1024, drawn.size))
+            drawn = np.append(drawn, np.clip(more, fewest, num_tokens).astype(np.int64))
+        count = int(np.searchsorted(np.cumsum(drawn), num_tokens)) + 1
+        lengths += drawn[:count].tolist()
+        drawn = drawn[count:]
     return lengths
 
 
