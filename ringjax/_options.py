@@ -59,7 +59,7 @@ class KernelOptions(PrecisionOptions, total=False):
             None,
             '``"xla"``, which computes everything everywhere, ``"cudnn"``, a fused kernel for NVIDIA GPUs, or '
             '``"mosaic"``, kernels for TPUs and Hopper GPUs. By default each branch takes the fastest that can compute '
-            "it on these devices, but not the kernels for TPUs, which no TPU has run yet: they serve by name alone. "
+            "it on these devices, but not the kernels for TPUs, which no TPU has run yet: they run if you name them. "
             "cuDNN takes bfloat16 and float16. It takes segments of rate 1; other segments whose rate divides them, "
             "and which divide, or are divided by, what a device holds; and causal windows, with limits. The kernels "
             "for TPUs take bfloat16 and float32. Those for Hopper GPUs take bfloat16 and float16, and heads that are "

@@ -256,7 +256,7 @@ IDS = np.zeros((1, 8), np.int32)
         ({"segment_lengths": 4}, TypeError, "segment_lengths=4 must be a sequence of integers"),
         ({"dilation_rates": None}, ValueError, "dilation_rates is missing: say which tokens attend with pattern="),
         ({"pattern": (4,)}, ValueError, "pattern=(4,) is given beside segment_lengths=(4,): leave one out"),
-        ({"query_offset": 0.5}, TypeError, "query_offset=0.5 must be an integer"),
+        ({"query_offset": 0.5}, TypeError, "query_offset=0.5 must be one integer"),
         *[
             ({"precision": value}, ValueError, f"precision={value!r} is none that products can be of: pass 'default'")
             for value in ("exact", 3, ["high", "high"])

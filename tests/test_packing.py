@@ -203,7 +203,10 @@ def test_documents_of_the_command(tmp_path, capsys):
     lengths = tmp_path / "lengths"
     lengths.write_text("3000\n1k\n\n7000\n")
     sizes = ["plan", "--tokens", "64k", "--causal", "--implementation", "xla"]
-    for documents, words in ((str(lengths), "of 18 packed documents"), ("lognormal:2k", "in 8 sequences of ")):
+    for documents, words in (
+        (str(lengths), "with 18 packed documents in all"),
+        ("lognormal:2k", "over 8 sequences with "),
+    ):
         assert main([*sizes, "--documents", documents]) == 0
         assert words in (printed := capsys.readouterr().out)
         assert "stripes" in printed

@@ -595,12 +595,30 @@ def test_explaining_a_call():
     assert "Called once: 64 tokens on the 8 devices of the mesh axis 'seq', which is from the argument mesh=" in text
     assert "ring (this call)" in text
     assert "not cudnn: it runs on NVIDIA GPUs" in text
-    with pytest.raises(ValueError, match="makes no call of ringjax.ring_dilated_attention"):
+    with pytest.raises(ValueError, match="does not call ringjax.ring_dilated_attention"):
         explain(jnp.sin, SHAPE)
     model = ringjax.RingDilatedAttention(2, 4, pattern=[Segments(8)], is_causal=True, decode=True, rngs=nnx.Rngs(0))
     model.init_cache((1, 8, 4))
-    with pytest.raises(ValueError, match="^RingDilatedAttention makes no call of .*, nor do steps of decoding"):
+    with pytest.raises(ValueError, match="^RingDilatedAttention does not call .* decode=True are not explained"):
         explain(model, jnp.ones((1, 1, 4)))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_queries_of_unknown_positions_count_as_the_last_ones(strategy):
+    """As the last chunk of a prompt does; no call to paste is printed, which could not say all of it."""
+    shape = lambda length, heads: jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16)
+    arrays, options = (shape(512, 8), shape(8192, 2), shape(8192, 2)), {"strategy": strategy, "mesh": make_mesh(seq=8)}
+    options |= {"pattern": [Segments(8192), Window(300)], "is_causal": True, "device": "H100"}
+    own = lambda offset: explain(*arrays, query_offset=offset, **options).calls[0][0].rows[0]
+    unknown = explain(*arrays, query_offset=jnp.int32(3), **options)
+    (comparison, _), figures = unknown.calls[0], ("pairs", "pairs_computed", "bytes_forward")
+    assert [comparison.rows[0][name] for name in figures] == [own(8192 - 512)[name] for name in figures]
+    assert comparison.rows[0]["pairs"] > 1.5 * own(0)["pairs"]
+    text = " ".join(str(unknown).split())
+    assert "512 queries and 8,192 keys on 8 devices (H100)" in text
+    assert "they are counted as the last ones" in text
+    assert "query, key, value" not in text
+    assert "512 queries, the first at 7, and 8,192 keys on" in str(explain(*arrays, query_offset=7, **options))
 
 
 def test_calls_of_other_heads_are_explained_apart():

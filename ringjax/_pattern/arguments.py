@@ -103,7 +103,10 @@ def check_offset(name: str, offset: Any) -> None:
     is_array = isinstance(offset, jax.Array | np.ndarray)
     of_integers = jnp.issubdtype(offset.dtype, jnp.integer) if is_array else is_integer(offset)
     if not of_integers or np.shape(offset) != ():
-        raise TypeError(f"{name}={offset!r} must be an integer, or an array of one without dimensions")
+        raise TypeError(
+            f"{name}={offset!r} must be one integer, or an integer array of shape (): give lengths to "
+            "ringjax.decode_attention if sequences differ"
+        )
     if not isinstance(offset, Tracer) and int(offset) < 0:
         raise ValueError(f"{name}={offset} must not be negative: the first key is at 0, the queries after")
 

@@ -137,7 +137,8 @@ class TokenOptions(SinkOptions, total=False):
             0,
             "the position of the first query, not negative; that of the first key is 0. All positions are below "
             "2**31 - 1. Each integer compiles a program of its own. A scalar integer array serves all offsets with one "
-            "program, in which every device receives keys of all others.",
+            "program. No device is left out: queries travel to all keys, or keys to all queries, whichever is fewer "
+            "bytes.",
             check_offset,
         ),
     ]

@@ -219,20 +219,26 @@ class Comparison:
         return json.dumps(self.as_dict(), indent=1)
 
     def __str__(self) -> str:
+        return self.report(self.example, *filter(None, [self.module_example]))
+
+    def report(self, *examples: str) -> str:
+        """Returns the table and the recommendation, with examples behind them."""
         call, machine = self.call, self.machine
         what = "forward and gradient" if self.has_gradient else "forward"
         bounds = "bounds: products at the peak rate, links at full rate"
         times = "forecasts, of measured figures" if machine.is_measured else bounds
         title = [
-            f"{call.num_queries:,} tokens on {call.num_devices} devices ({machine.name}), {what}.",
+            f"{_tokens(call)} on {call.num_devices} devices ({machine.name}), {what}.",
             f"A device has its part of {_sizes(call)}, in {call.request.query.dtype}.",
             f"Times are {times}.",
         ]
+        if call.query_offset is None:
+            title.append("Where the queries are is not known here: they are counted as the last ones.")
         if call.packings:
             count = sum(len(packing.starts) for packing in call.packings)
             title.append(
-                f"Counted in {len(call.packings)} sequence{'s' if len(call.packings) > 1 else ''} of {count:,} packed "
-                "documents. In each step of a ring all devices wait for the busiest."
+                f"Counted over {len(call.packings)} sequence{'s' if len(call.packings) > 1 else ''} with {count:,} "
+                "packed documents in all. In each step of a ring all devices wait for the busiest."
             )
         served = [
             f"{one['branch']}: {one['implementation']}{' (' + one['why'] + ')' if one['why'] else ''}"
@@ -244,7 +250,7 @@ class Comparison:
                 f"and {self.reach.beyond.mean():.0%} do in a head on average."
             )
         warned = [] if self.problem is None else [f"Warning: {self.problem}."]
-        said = [*served, *warned, "", self.recommendation, self.example, *filter(None, [self.module_example])]
+        said = [*served, *warned, "", self.recommendation, *examples]
         return "\n".join([*map(wrap, title), "", *self._table(), "", *map(wrap, said)])
 
     def _table(self) -> list[str]:
@@ -271,6 +277,14 @@ class Comparison:
         cells[1:] = [list(map(str.rjust, column, [max(map(len, column))] * len(column))) for column in cells[1:]]
         cells[0] = [label.ljust(max(map(len, labels))) for label in labels]
         return ["  ".join(line) for line in zip(*cells, strict=True)]
+
+
+def _tokens(call: Call) -> str:
+    if (call.num_queries, call.query_offset) == (call.num_keys, 0):
+        return f"{call.num_queries:,} tokens"
+    if call.query_offset is not None:
+        return f"{call.num_queries:,} queries, the first at {call.query_offset:,}, and {call.num_keys:,} keys"
+    return f"{call.num_queries:,} queries and {call.num_keys:,} keys"
 
 
 def _sizes(call: Call) -> str:

@@ -39,7 +39,7 @@ class Explanation:
         parts = []
         for (comparison, count), place in zip(self.calls, self.places, strict=True):
             times = "once" if count == 1 else f"{count} times"
-            parts += [wrap(f"Called {times}: {place}"), "", str(comparison), ""]
+            parts += [wrap(f"Called {times}: {place}"), "", comparison.report(), ""]
         said = {comparison.problem for comparison, _ in self.calls}
         return "\n".join([*parts, *(wrap(f"Warning: {text}") for text in self.warnings if text not in said)]).rstrip()
 
@@ -107,7 +107,8 @@ def explain(
     if not records:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
-            f"{name} makes no call of ringjax.ring_dilated_attention, nor do steps of decoding: nothing to explain"
+            f"{name} does not call ringjax.ring_dilated_attention: decode_attention and decode=True are not "
+            "explained, so give the function or the module that trains or reads a prompt"
         )
     places = tuple(_place(same[0]) for same in found.values())
     texts = dict.fromkeys(str(warning.message) for warning in caught)

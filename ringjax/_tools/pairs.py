@@ -1,5 +1,6 @@
 """Counts the query-key pairs that a device computes: those that it keeps, and all pairs of active tiles."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ def num_kept_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
 
     In very long shards, a sample of evenly spaced tokens is counted and scaled up.
     """
+    schedule = _placed(schedule)
     side = schedule.queries
     if _is_triangle(schedule):  # of all rows of the ring, in equal parts
         rows = side.chunk_rows * schedule.ring_size
@@ -48,6 +50,7 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     a query sees. Documents, and the pairs of earlier branches that a union leaves out, are ignored. Swapped halves
     count whole.
     """
+    schedule = _placed(schedule)
     queries, keys = schedule.queries, schedule.keys
     num_rows = queries.num_full_chunks * queries.block_rows  # of one block in all chunks
     if schedule.is_zigzag:
@@ -63,6 +66,12 @@ def num_tile_pairs(schedule: BranchSchedule, offsets: tuple[int, ...]) -> int:
     distinct = distinct[:: 1 + distinct.size // _MOST_OFFSETS]
     shards = range(queries.num_shards) if queries.num_shards <= _MOST_SHARDS else _extreme_shards(queries)
     return max(_tile_pairs_of(schedule, shard, distinct) for shard in shards) * num_rows
+
+
+def _placed(schedule: BranchSchedule) -> BranchSchedule:
+    """Returns the schedule with the queries last among the keys, if only the running program knows where they are."""
+    last = max(0, schedule.keys.length - schedule.queries.length)
+    return dataclasses.replace(schedule, queries=schedule.queries.at(last))
 
 
 def _is_triangle(schedule: BranchSchedule) -> bool:

@@ -156,7 +156,8 @@ class _Mesh(NamedTuple):
         _check_counts({f"mesh[{name!r}]": size for name, size in sizes.items()})
         missing = [axis for axis in axes if axis not in sizes]
         if missing:
-            remedy = f"name one of {', '.join(map(str, sizes))}" if sizes else "give its size"
+            several = ", or several, the outer one first" if len(sizes) > 1 else ""
+            remedy = f"name one of {', '.join(map(str, sizes))}{several}" if sizes else "give its size"
             raise ValueError(f"mesh={dict(sizes)} has no axis {missing[0]!r} of axis_name={axis_name!r}: {remedy}")
         return cls({name: int(size) for name, size in sizes.items()}, axes, head_axes)
 
