@@ -88,7 +88,7 @@ class Call:
         extent = max(branch.extent for branch in self.pattern.branches)
         # If the unmapped axes cut nothing, tiles are only larger than necessary.
         batch_heads = max(1, self.batch * self.num_heads // self.num_unmapped)
-        shard_length = self.num_queries // self.num_devices
+        shard_length = max(self.num_queries, self.num_keys) // self.num_devices
         return most_rows(self.request, self.num_devices, shard_length, batch_heads, extent)
 
     def schedules(self, strategy: str | tuple[str, ...]) -> Schedules:

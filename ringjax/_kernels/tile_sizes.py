@@ -16,7 +16,7 @@ def most_rows(request: Request, num_devices: int, shard_length: int, batch_heads
     Args:
       request: what a call asks of implementations.
       num_devices: the devices along the sequence.
-      shard_length: the queries of each of them.
+      shard_length: the queries or the keys of each of them, whichever are more.
       batch_heads: the number of batches times heads of a tile.
       extent: the most tokens that a branch spans.
     """
@@ -45,8 +45,8 @@ def choose_gpu_block_size(head_bytes: int, num_devices: int, extent: int) -> int
     """Returns the most rows of queries, and of keys, that one tile of logits spans on GPUs.
 
     A step there launches many kernels, whatever its size, so tiles are large. On one device the float32 logits of a
-    head may take three times the bytes of its queries, `head_bytes`. In a ring, which holds more arrays, they may take
-    a quarter of these. Tiles larger than the `extent` of all branches would be mostly masked.
+    head may take three times the bytes of its queries or keys, `head_bytes`. In a ring, which holds more arrays, they
+    may take a quarter of these. Tiles larger than the `extent` of all branches would be mostly masked.
     """
     most = 3 * head_bytes if num_devices == 1 else head_bytes // 4
     rows = MIN_GPU_BLOCK_ROWS
