@@ -213,7 +213,7 @@ def test_documents_of_the_command(tmp_path, capsys):
         assert main([*sizes, "--documents", documents, "--balance", "zigzag"]) == 0
         assert "stripes" not in capsys.readouterr().out
     lengths.write_text("3000\nmany\n")
-    for documents in ("/nowhere", "lognormal:", "lognormal:2k:wide", str(lengths)):
+    for documents in ("/nowhere", "lognormal:", "lognormal:2k:wide", "lognormal:2k:nan", str(lengths)):
         assert main([*sizes, "--documents", documents]) == 2
         words = "give a file with one length a line, or lognormal:MEDIAN[:SIGMA] such as lognormal:8k:1.2"
         assert f"--documents {documents}: " in (error := capsys.readouterr().err)

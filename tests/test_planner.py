@@ -160,6 +160,8 @@ def test_figures_in_json():
         ({"mesh": {"seq": 2**30}}, "mesh['seq']=1073741824 is above 1048576: give fewer"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=8"),
         ({"mesh": {"data": 8}}, "mesh={'data': 8} has no axis 'seq' of axis_name='seq': name one of data"),
+        ({"head_axes": ("seq",)}, "head_axes=('seq',) has 'seq', which cuts no heads: name axes of the mesh besides"),
+        ({"head_axes": "tensr"}, "head_axes=('tensr',) has 'tensr', which cuts no heads"),
         ({"mesh": {"seq": 4, "tensor": 3}}, "do not divide over the 3 devices of ('tensor',)"),
         (
             {"mesh": {"seq": 4, "data": 2}},
@@ -332,7 +334,7 @@ def test_the_command(capsys, tmp_path):
         assert f"is no file of figures ({words}" in (error := capsys.readouterr().err) or words in error
     assert main(["plan", "--heads", "8", "--mesh", "seq=4", "model=2", "--head-axes", "model"]) == 0
     assert "with 4 query" in capsys.readouterr().out
-    sizes = "segments:256 --tokens 4096 --heads 8 --exchange-size 4"
+    sizes = "segments:256 --tokens 4096 --heads 6 --mesh seq=6 --exchange-size 3"
     assert main(["plan", *sizes.split(), "--plot", str(tmp_path / "exchanged.svg")]) == 0
     capsys.readouterr()
     figures.write_text("{}")
@@ -619,6 +621,15 @@ def test_queries_of_unknown_positions_count_as_the_last_ones(strategy):
     assert "they are counted as the last ones" in text
     assert "query, key, value" not in text
     assert "512 queries, the first at 7, and 8,192 keys on" in str(explain(*arrays, query_offset=7, **options))
+
+
+def test_heads_that_are_cut_fill_the_nodes():
+    """A node of eight H100s has one device of a sequence whose heads are cut in eight: all that it sends crosses."""
+    sizes = {"num_tokens": 2**17, "num_heads": 64, "num_kv_heads": 8, "is_causal": True, "device": "H100"}
+    across = lambda **options: [row["bytes_between_nodes"] for row in plan([Segments(2**17)], **sizes, **options).rows]
+    cut = across(mesh={"seq": 8, "tensor": 8})
+    assert cut == across(mesh={"seq": 8, "tensor": 8}, node_size=1)
+    assert min(cut) > 0 == max(across(mesh={"seq": 8}))
 
 
 def test_calls_of_other_heads_are_explained_apart():

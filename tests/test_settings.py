@@ -72,12 +72,13 @@ def test_a_batch_of_nothing(arrays):
         assert [grad.shape for grad in gradient(nothing, mesh=mesh)] == [array.shape for array in nothing]
 
 
-def test_export_with_a_symbolic_batch(arrays):
+def test_export_with_a_symbolic_batch(arrays, documents):
     (batch,) = export.symbolic_shape("batch")
-    shapes = [jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype) for array in arrays]
-    call = lambda *arrays: ring_dilated_attention(*arrays, **PATTERN)
+    given = *arrays, documents
+    shapes = [jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype) for array in given]
+    call = lambda *given: ring_dilated_attention(*given[:3], document_ids=given[3], **PATTERN)
     exported = export.export(jax.jit(call))(*shapes)
-    np.testing.assert_allclose(exported.call(*arrays), call(*arrays), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(exported.call(*given), call(*given), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("uses", ["out", "lse"])

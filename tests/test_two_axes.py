@@ -97,6 +97,13 @@ def test_under_vmap_and_checkpoint(kind):
     assert_close(jax.device_get(jax.jit(with_gradients(nested))(*arrays)), reference_results(arrays, **DENSE))
 
 
+def test_axes_of_several_types_are_refused():
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AUTO, EXPLICIT), devices=jax.devices()[:4])
+    array = jnp.ones((1, 64, 2, 4))
+    with pytest.raises(ValueError, match=r"axis_name=\('dcn', 'ici'\) are of several types, Auto, Explicit: make the"):
+        ring_dilated_attention(array, array, array, mesh=mesh, axis_name=AXES, **DENSE)
+
+
 def test_a_shard_map_over_one_of_two_axes_is_refused():
     attend = functools.partial(ring_dilated_attention, axis_name=AXES, **DENSE)
     mapped = jax.shard_map(

@@ -186,7 +186,8 @@ def see_queries(padded: PaddedRows, counters: DropoutCounters | None = None) -> 
     mask = mask_queries(padded, counters)
     bounded = mask if padded.rows.is_whole else mask_queries(padded.bounded())
     # Each batch skips blocks by its own documents, unless XLA may shard batches: devices would wait for each other.
-    is_by_batch = padded.documents is not None and padded.rows.is_whole
+    # A batch whose size is a symbol, in an exported program, cannot be the length of a loop.
+    is_by_batch = padded.documents is not None and padded.rows.is_whole and isinstance(padded.documents.shape[1], int)
     return View(mask, bounds_of_queries(bounded, padded.side.num_tile_groups), is_by_batch)
 
 

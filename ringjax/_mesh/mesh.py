@@ -89,7 +89,8 @@ def sequence_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Axes:
     """Returns the axes of the sequence, or none if a mesh has none of them.
 
     Raises:
-      ValueError: if it has only some of them, or if the caller's shard_map maps over only some of them.
+      ValueError: if it has only some of them, if the caller's shard_map maps over only some of them, or if they are of
+        several types.
     """
     axes = tuple(axis for axis in named(axis_name) if axis in mesh.axis_names)
     if axes not in ((), named(axis_name)):
@@ -103,6 +104,12 @@ def sequence_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Axes:
         raise ValueError(
             f"the caller's shard_map maps over {manual} of axis_name={axis_name!r}: map over all of these or none, or "
             "name those alone"
+        )
+    kinds = sorted({types[axis].name for axis in axes if mesh.shape[axis] > 1})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the axes of axis_name={axis_name!r} are of several types, {', '.join(kinds)}: make the "
+            "mesh with one type for all of these"
         )
     return axes
 

@@ -194,7 +194,7 @@ def _is_known(ids: Any) -> bool:
     return not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True)
 
 
-def read_ids(name: str, ids: Any, shape: tuple[int, ...]) -> Int[Array, "..."]:
+def read_ids(name: str, ids: Any, shape: tuple[Any, ...]) -> Int[Array, "..."]:
     """Returns the document numbers of tokens [*shape], as integers of at most 32 bits.
 
     Raises:

@@ -304,7 +304,9 @@ def _read_lengths(documents: str | None, num_tokens: int) -> list[int] | None:
     try:
         if kind == "lognormal":
             median, _, sigma = numbers.partition(":")
-            return draw_lengths(count_of(median), float(sigma or _SIGMA), num_tokens)
+            if not 0 <= (spread := float(sigma or _SIGMA)) < math.inf:
+                raise ValueError(f"{sigma} is no standard deviation")
+            return draw_lengths(count_of(median), spread, num_tokens)
         return [count_of(line.strip()) for line in Path(documents).read_text().splitlines() if line.strip()]
     except (argparse.ArgumentTypeError, ValueError, OSError) as error:
         raise ValueError(

@@ -298,6 +298,7 @@ def compare(
     call: Call, machine: Machine, has_gradient: bool = True, axis_name: AxisName = "seq", spec: tuple[Any, ...] = ()
 ) -> Comparison:
     """Returns the comparison of the strategies of a call."""
+    machine = machine.beside(call.work.head_parts)
     forecasts = tuple(all_forecasts(call, machine, has_gradient))
     return Comparison(call, machine, forecasts, choose(call, machine, has_gradient), has_gradient, axis_name, spec)
 

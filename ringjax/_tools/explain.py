@@ -127,7 +127,7 @@ def _compare(record: Record, machine: Machine | None) -> Comparison:
     machine = machine_of(call.request.platform, call.request.device_kind) if machine is None else machine
     comparison = compare(call, machine, axis_name=placement.axis_name or "seq")
     name = strategy if isinstance(strategy, str) else "mixed"
-    own = dataclasses.replace(forecast(call, strategy, machine), strategy=f"{name} (this call)")
+    own = dataclasses.replace(forecast(call, strategy, comparison.machine), strategy=f"{name} (this call)")
     return dataclasses.replace(comparison, forecasts=(own, *comparison.forecasts))
 
 

@@ -92,7 +92,7 @@ def best_strategy(call: Call) -> str | tuple[str, ...]:
     kind = call.request.device_kind or call.request.platform
     machine = known_machine(call.request.platform, call.request.device_kind)
     if machine is not None:
-        return choose(call, machine).strategy
+        return choose(call, machine.beside(call.work.head_parts)).strategy
     warn_once(
         ("auto", kind),
         f"strategy='auto' takes \"ring\": the figures of {kind!r} are not known; name a strategy, which "

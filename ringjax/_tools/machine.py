@@ -58,6 +58,10 @@ class Machine:
         one = self._inside(message, num_devices) if is_inside else self._across(message)
         return message.times * (one + self.latency)
 
+    def beside(self, head_parts: int) -> "Machine":
+        """Returns the figures for the devices of a sequence whose heads are cut over others, which lie nearer."""
+        return dataclasses.replace(self, node_size=max(1, self.node_size // head_parts))
+
     @property
     def hides_messages(self) -> bool:
         """Whether devices compute while messages are in flight; CPUs copy messages themselves."""
