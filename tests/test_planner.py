@@ -623,6 +623,18 @@ def test_queries_of_unknown_positions_count_as_the_last_ones(strategy):
     assert "512 queries, the first at 7, and 8,192 keys on" in str(explain(*arrays, query_offset=7, **options))
 
 
+def test_few_queries_on_gpus_have_the_tiles_of_their_keys():
+    """All of them are gathered: tiles of as many rows as a device keeps would be steps without number."""
+    shape = lambda length, heads: jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+    options = {"pattern": [Segments(2**20)], "is_causal": True, "query_offset": 2**20 - 4096, "mesh": make_mesh(seq=8)}
+    explained = explain(shape(4096, 32), shape(2**20, 8), shape(2**20, 8), device="A100", **options)
+    (comparison, _), *_ = explained.calls
+    (schedule,) = comparison.forecasts[0].implemented
+    assert schedule.gathers_queries
+    assert schedule.keys.block_rows == 1024
+    assert "not cudnn: queries and keys lie at different positions" in " ".join(str(explained).split())
+
+
 def test_heads_that_are_cut_fill_the_nodes():
     """A node of eight H100s has one device of a sequence whose heads are cut in eight: all that it sends crosses."""
     sizes = {"num_tokens": 2**17, "num_heads": 64, "num_kv_heads": 8, "is_causal": True, "device": "H100"}

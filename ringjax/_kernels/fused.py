@@ -78,8 +78,8 @@ class Fused(KernelImplementation):
         if schedule.balance == "stripes" and request.balance is None:
             schedule = schedule.in_zigzag()  # which kernels can mask by row index
         arrays, widening = (request.query, request.key, request.value), ALIGNMENT if request.needs_lse else 0
-        needs_spans = not schedule.is_general and has_sequences(schedule, has_documents)
-        reason = self.kernel.obstacle(*arrays, request.platform, widening, needs_spans)
+        in_sequences = not schedule.is_general and has_sequences(schedule, has_documents)
+        reason = self.kernel.obstacle(*arrays, request.platform, widening, in_sequences)
         return schedule, reason or _obstacle_of_request(request) or _obstacle_of_branch(schedule, request)
 
     def lay_out(self, side: Side, rows: Shaped[Array, "B m N D"], groups: int | None = None) -> Array:

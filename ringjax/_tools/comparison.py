@@ -282,9 +282,8 @@ class Comparison:
 def _tokens(call: Call) -> str:
     if (call.num_queries, call.query_offset) == (call.num_keys, 0):
         return f"{call.num_queries:,} tokens"
-    if call.query_offset is not None:
-        return f"{call.num_queries:,} queries, the first at {call.query_offset:,}, and {call.num_keys:,} keys"
-    return f"{call.num_queries:,} queries and {call.num_keys:,} keys"
+    first = "" if call.query_offset is None else f", the first at {call.query_offset:,},"
+    return f"{call.num_queries:,} queries{first} and {call.num_keys:,} keys"
 
 
 def _sizes(call: Call) -> str:

@@ -167,8 +167,9 @@ def plot_plans(compare: Callable[..., Any], path: str) -> None:
     tokens = (call.num_queries * 2**power // 16 for power in range(9))
     # Which divide the devices: those that exchange, on each group of devices along the last axis of the sequence.
     unit = (call.exchange_size or 1) * call.num_devices // (call.num_inner_devices or call.num_devices)
+    most = max(1024, call.num_devices)
     sweeps = {
-        "num_devices": ("devices", [unit * 2**power for power in range(11) if 2 <= unit * 2**power <= 1024]),
+        "num_devices": ("devices", [unit * 2**power for power in range(11) if 2 <= unit * 2**power <= most]),
         "num_tokens": ("tokens", [count for count in tokens if call.num_devices <= count <= MAX_POSITIONS]),
     }
     measures: dict[str, Callable[[Any], float]] = {

@@ -160,7 +160,7 @@ class _Mesh(NamedTuple):
             remedy = f"name one of {', '.join(map(str, sizes))}{several}" if sizes else "give its size"
             raise ValueError(f"mesh={dict(sizes)} has no axis {missing[0]!r} of axis_name={axis_name!r}: {remedy}")
         unknown = [axis for axis in head_axes if axis in axes or axis not in sizes]
-        if unknown and head_axes != ("tensor",):
+        if unknown and head_axes != ("tensor",):  # the default, which a mesh need not have
             remedy = f"name axes of the mesh besides {axis_name!r}: {', '.join(map(str, sizes))}"
             raise ValueError(f"head_axes={head_axes} has {unknown[0]!r}, which cuts no heads: {remedy}")
         return cls({name: int(size) for name, size in sizes.items()}, axes, head_axes)
